@@ -25,9 +25,9 @@ from ...backend.protocol import BackendError, RefusedError
 from ...backend.runtime.callbacks import nothing
 from .guidance import skips_negative
 from .handle import ParallelDiT, lora_bytes, with_own, with_plan
-from .image_tokens import image_tokens, tokens_of_streams
 from .progress import NodeStatus
 from .rank_weights import dynamic_weights, host_room
+from .request_estimate import request_estimate
 
 measurements.HELD.append(dynamic_weights)
 #: How many plans are tried where ranks run out of memory.
@@ -245,21 +245,12 @@ def _request_of(
     """Return what makes the request for latents of a ``size`` (B, C, [T,] H, W), the first of several, and
     reference latents next to them."""
     batch, sides = _sides(size, dit)
+    given = [sides_of(each.shape[1:]) for each in references]
 
     def request(shape: ModelShape) -> RequestEstimate:
-        tokens, among_text = tokens_of_streams(sides, references, shape)
-        own_loras, other_loras = lora_bytes(dit)
-        return RequestEstimate(
-            image_tokens=tokens,
-            text_tokens=text + among_text,
-            steps=max(1, steps),
-            prompts=prompts,
-            batch=batch,
-            drained=drained,
-            loras=own_loras,
-            other_loras=other_loras,
-            reference_tokens=tokens - image_tokens(sides, (), shape.patch),
-        )
+        own, others = lora_bytes(dit)
+        about = dict(steps=max(1, steps), prompts=prompts, batch=batch, drained=drained)
+        return request_estimate(shape, sides, given, text, loras=own, other_loras=others, **about)
 
     return request
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from ...backend.client.model_choice import ModelChoice
 from ...backend.parallel.stage_split import TEXT_TOKENS
-from ...backend.planner.machine import RequestEstimate, tokens_of
+from ...backend.planner.machine import RequestEstimate
 from ...backend.planner.model_shape import ModelShape
 from ...backend.quantization.lora_bytes import LoraBytes
 from ..graph.graph_references import references
@@ -14,6 +14,7 @@ from ..graph.latent_sizes import GraphSizes, LatentSize
 from ..graph.queued_graph import ancestors, constants, loader_of, positive, source, upstream, values
 from .guidance import guidance_of, skips_negative
 from .model_files import lora_size, model_choice_of
+from .request_estimate import request_estimate
 
 #: Assumed of what is linked and not known: an image or a video, 20 steps, both prompts.
 IMAGE, VIDEO = LatentSize(1024, 1024, 1), LatentSize(832, 480, 81)
@@ -63,22 +64,20 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
     inputs = constants(graph, sampler)
     sizes = GraphSizes(graph, shape.pixels, VIDEO if shape.is_video else IMAGE)
     latent = sizes.of(sampler)
-    given = references(graph, sampler, shape.pixels, latent)
-    further = sum(tokens_of(sides, shape.patch) for sides in given)
-    among_text = further if shape.static_text else 0  # the keys and values that stay with the text's
     guidance = guidance_of(inputs)
     has_one_prompt = skips_negative(*guidance) if guidance else drained
     loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
-    return RequestEstimate(
-        image_tokens=tokens_of(sizes.sides(latent), shape.patch) + further - among_text,
-        text_tokens=TEXT_TOKENS + among_text,
+    return request_estimate(
+        shape,
+        sizes.sides(latent),
+        references(graph, sampler, shape.pixels, latent),
+        TEXT_TOKENS,
         steps=_steps(graph, sampler, inputs),
         prompts=1 if has_one_prompt else 2,
         batch=latent.batch,
         drained=drained,
         loras=loras,
         other_loras=others,
-        reference_tokens=further - among_text,
     )
 
 

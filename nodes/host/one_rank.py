@@ -15,7 +15,7 @@ from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample
 from ...backend.runtime.whole_files import replace_file
 from .handle import ParallelDiT
-from .image_tokens import image_tokens, tokens_of_streams
+from .request_estimate import request_estimate
 
 #: Requests that are noted, the latest ones.
 MAX_REQUESTS = 500
@@ -63,20 +63,13 @@ def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
         noise = sample.tensors["noise"]
         size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]
         references = [each for name, each in sample.tensors.items() if name.startswith(REFERENCES)]
-        sides = sides_of(size)
-        tokens, among_text = tokens_of_streams(sides, references, shape)
+        given = [sides_of(each.shape[1:]) for each in references]
         prompt = sample.tensors.get("positive.c_crossattn")
         text = 0 if prompt is None else prompt.shape[1]
         prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
         steps = len(sample.tensors["sigmas"]) - 1
-        return RequestEstimate(
-            image_tokens=tokens,
-            text_tokens=text + among_text,
-            steps=steps,
-            prompts=prompts,
-            batch=noise.shape[0],
-            reference_tokens=tokens - image_tokens(sides, (), shape.patch),
-        )
+        about = dict(steps=steps, prompts=prompts, batch=noise.shape[0])
+        return request_estimate(shape, sides_of(size), given, text, **about)
 
     return planning.projected(dit.config, dit.choice, request)
 

@@ -9,13 +9,14 @@ from comfy.cli_args import args
 from ...backend.client.open_patches import with_patches
 from ...backend.client.planning import EstimateOf
 from ...backend.parallel.stage_split import TEXT_TOKENS
-from ...backend.planner.machine import RequestEstimate, sides_of, tokens_of
+from ...backend.planner.machine import RequestEstimate, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Describe
 from ..comfy_models.registry import family_named
 from .graph_requests import IMAGE, VIDEO
 from .handle import ParallelDiT, ensure_loaded
 from .report import plan_line, quantized_lines, rank_lines
+from .request_estimate import request_estimate
 from .speed_flags import flag_lines
 
 
@@ -27,13 +28,8 @@ def request_line(dit: ParallelDiT, prompts: int, of_graph: EstimateOf) -> str:
 
     def estimate(shape: ModelShape) -> RequestEstimate:
         told = of_graph(shape)
-        return RequestEstimate(
-            image_tokens=tokens_of(sides_of(latent), shape.patch),
-            text_tokens=TEXT_TOKENS,
-            steps=told.steps,
-            prompts=prompts,
-            drained=told.drained,
-        )
+        about = dict(steps=told.steps, prompts=prompts, drained=told.drained)
+        return request_estimate(shape, sides_of(latent), (), TEXT_TOKENS, **about)
 
     config, _ = with_patches(dit.config, dit.choice, estimate)
     asked = Describe(

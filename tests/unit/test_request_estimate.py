@@ -1,11 +1,14 @@
 """Tokens of a request in the image stream."""
 
+from types import SimpleNamespace
+
 import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
-import torch
-from parallel_dit.nodes.host.image_tokens import image_tokens
+from parallel_dit.nodes.host.request_estimate import request_estimate
 
-PATCH = (1, 2, 2)
+from backend.planner.machine import sides_of
+
+SHAPE = SimpleNamespace(patch=(1, 2, 2), static_text=False)
 
 
 @pytest.mark.parametrize(
@@ -20,5 +23,5 @@ PATCH = (1, 2, 2)
 )
 def test_references_are_counted_behind_the_latent(shapes, tokens):
     """As admission counts them: an edit of one image has twice the tokens."""
-    references = [torch.empty(shape, device="meta") for shape in shapes]
-    assert image_tokens((1, 128, 128), references, PATCH) == tokens
+    references = [sides_of(shape[1:]) for shape in shapes]
+    assert request_estimate(SHAPE, (1, 128, 128), references, 0).image_tokens == tokens
