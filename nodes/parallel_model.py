@@ -5,7 +5,6 @@ the node that does it where that can be."""
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,9 +24,8 @@ from .comfy_models.registry import ElsewhereModule, family_named, weightless_pat
 from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import ParallelDiT, ensure_loaded
-from .host.models_on_ranks import entries_to_keep, keep_rank_weights, rank_weights_stay, run_evicting_models
+from .host.models_on_ranks import keep_rank_weights, rank_weights_stay, run_evicting_models
 from .host.progress import CANCELLING, NodeStatus, interrupt, tolerate_preview_oom
-from .host.rank_weights import host_room
 from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher, attach_lora_metadata
 from .host.sampling_on_ranks import OnRanks, release
@@ -216,7 +214,8 @@ class RemoteTransformer(ElsewhereModule):
         nested = not isinstance(x, torch.Tensor)
         x, shapes = comfy.utils.pack_latents(x) if nested else (x, [])
         on_ranks = self.sampling or self._as_running()
-        backend, loaded, dit = on_ranks.backend, on_ranks.loaded, on_ranks.dit
+        loaded = on_ranks.loaded
+        config = on_ranks.dit.config
         arguments = {"c_crossattn": context, **arguments}
         values = {name: value for name, value in arguments.items() if value is not None}
         family = family_named(loaded)
@@ -224,18 +223,18 @@ class RemoteTransformer(ElsewhereModule):
             values |= _step_end(transformer_options or {})
         given = as_tensors("the graph", family.translate(values), loaded.info["conditioning"])
         given = fill_zeros(given, x.shape[0], family, loaded.info["config"])
-        self._warn_of_idle_ranks(x.shape[0], dit.config)
+        self._warn_of_idle_ranks(x.shape[0], config)
         tensors = {"x": x, "time": timestep / self.time_scale}
         tensors |= {f"cond.{name}": value for name, value in given.items()}
         call = ModelCall(
             loaded.model,
-            attention=dit.config.attention,
-            compile=dit.config.compile,
-            wire=dit.config.wire,
+            attention=config.attention,
+            compile=config.compile,
+            wire=config.wire,
             latent_shapes=[list(shape[1:]) for shape in shapes],
             tensors=tensors,
         )
-        output = self._output(backend, dit, call).to(x.device)
+        output = self._output(on_ranks, call).to(x.device)
         return comfy.utils.unpack_latents(output, shapes) if nested else output
 
     def _as_running(self) -> OnRanks:
@@ -243,51 +242,43 @@ class RemoteTransformer(ElsewhereModule):
         dit = as_running(self.sampled or self.dit)
         return OnRanks(*ensure_loaded(dit, make_room=False), dit)
 
-    def _output(self, backend: Backend, dit: ParallelDiT, call: ModelCall) -> torch.Tensor:
-        with NodeStatus() as status:
-            return self._answer(partial(self._ask, backend, dit, call, status))
-
-    def _answer(self, ask: Callable[[], tuple[Result | None, bool]]) -> torch.Tensor:
+    def _output(self, on_ranks: OnRanks, call: ModelCall) -> torch.Tensor:
         result = None
-        try:
-            result, holds = ask()
-            # the ranks are others, or have served others; or a prompt has changed a little
-            if result is not None and ("missing" in result.stats or not holds):
-                self.cached_arguments.reset()
-                result, _ = ask()
-        finally:
+        with NodeStatus() as status:
+            try:
+                result, holds = self._ask(on_ranks, call, status)
+                # the ranks are others, or have served others; or a prompt has changed a little
+                if result is not None and ("missing" in result.stats or not holds):
+                    self.cached_arguments.reset()
+                    result, _ = self._ask(on_ranks, call, status)
+            finally:
+                if result is None:
+                    self.cached_arguments.reset()
             if result is None:
-                self.cached_arguments.reset()
-        if result is None:
-            raise interrupt()
-        for note in result.stats.get("notes", []):
-            self._say_once(note)
-        return result.tensors["output"]
+                raise interrupt()
+            for note in result.stats.get("notes", []):
+                self._say_once(note)
+            return result.tensors["output"]
 
-    def _ask(
-        self, backend: Backend, dit: ParallelDiT, call: ModelCall, status: NodeStatus
-    ) -> tuple[Result | None, bool]:
+    def _ask(self, on_ranks: OnRanks, call: ModelCall, status: NodeStatus) -> tuple[Result | None, bool]:
         """Return the result of the shortened call, and whether the ranks cache what it left out. The
         first call of a size in a sampling asks ComfyUI for room: areas and longer prompts may come later."""
         holds = []
-        self.called = backend
-        sampling = self.sampling
-        size = (*call.latent_shapes, *sorted((name, value.shape) for name, value in call.tensors.items()))
-        room = None
-        if sampling is not None and str(size) not in sampling.sizes:
-            room = host_room().keeping(entries_to_keep(backend, dit.choice, sampling.models))
+        backend = self.called = on_ranks.backend
+        shapes = sorted((name, value.shape) for name, value in call.tensors.items())
+        size = str((*call.latent_shapes, *shapes))
         sample = partial(
             backend.sample,
             self.cached_arguments.shortened(call),
             should_cancel=partial(status.interrupted, backend=backend),
             meanwhile=lambda: holds.append(self.cached_arguments.holds()),
-            room=room,
         )
         check = partial(status.check, CANCELLING, backend)
-        result = run_evicting_models(backend, dit.choice, sample, check, looks=room is not None)
+        looks = self.sampling is not None and size not in on_ranks.sizes
+        result = run_evicting_models(backend, on_ranks.dit.choice, sample, check, looks, on_ranks.models)
         # ranks that miss cached arguments have not looked at their memory
-        if sampling is not None and result is not None and "missing" not in result.stats:
-            sampling.sizes.add(str(size))
+        if result is not None and "missing" not in result.stats:
+            on_ranks.sizes.add(size)
         return result, all(holds)
 
     def _check_options(self, control, options: dict[str, Any]):
@@ -297,7 +288,7 @@ class RemoteTransformer(ElsewhereModule):
                 "blocks, which are on the ranks of Parallel Model; remove it or use ComfyUI's own loader."
             )
         for name, value in options.items():
-            inner = _named_entries(value) if name in REFUSED_OPTIONS else []
+            inner = _named_entries(value)
             if name in REFUSED_OPTIONS and (inner or not isinstance(value, (dict, type(None)))):
                 where = f"{name!r}: {', '.join(inner)}" if inner else repr(name)
                 remedy = REMEDIES.get(name, "remove the node that sets them or use ComfyUI's own loader")

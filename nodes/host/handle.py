@@ -28,7 +28,7 @@ from ...backend.protocol import Loaded
 from ...backend.quantization.lora_bytes import LoraBytes
 from ...backend.units import progress_text
 from ..comfy_models.registry import weightless_patcher
-from .models_on_ranks import entries_to_keep, free_orphans, make_way, register, run_evicting_models
+from .models_on_ranks import free_orphans, make_way, register, run_evicting_models
 from .progress import NodeStatus
 from .rank_weights import host_room
 
@@ -161,11 +161,10 @@ def _load_with_status(
     check_model(config, choice, while_asking)
     at_hand = backend_at_hand(config)
     starts = at_hand is None or not at_hand.alive()
-    room = host_room() if may_make_room else None
 
     def make_room_for_start():
-        if room and config.device != "cpu":
-            room.make_for_start(config.gpu_indices)
+        if may_make_room and config.device != "cpu":
+            host_room().make_for_start(config.gpu_indices)
 
     backend = backend_for(config, check_start, status.warn, status.show, make_room_for_start)
     check = partial(status.check, "cancelling: the ranks end", backend)
@@ -182,8 +181,7 @@ def _load_with_status(
         bar.update_absolute(progress.step, progress.total)
         status.show(f"reading {progress_text(progress.step, progress.total)}")
 
-    room = room and room.keeping(entries_to_keep(backend, choice))
-    load_once = partial(backend.load, *choice, loras=loras, check=check, on_progress=show, room=room)
+    load_once = partial(backend.load, *choice, loras=loras, check=check, on_progress=show)
     loaded = run_evicting_models(backend, choice, load_once, check, may_make_room)
     named = {(handle.config.topology(), handle.choice) for handle in _handles}
     register(config.topology(), choice, backend, loaded, named, is_named)

@@ -20,7 +20,7 @@ from ...backend.quantization.dequantized_cache import have_ranks_run_out
 from ...backend.runtime.callbacks import nothing
 from ..graph.queued_graph import running
 from .graph_requests import loaded_models, unnamed
-from .rank_weights import RankWeights, entries, may_hold_memory
+from .rank_weights import RankWeights, entries, host_room, may_hold_memory
 
 Ran = TypeVar("Ran")
 
@@ -34,13 +34,16 @@ def run_evicting_models(
     run: Callable[..., Ran],
     check: Callable[[], None],
     looks=True,
+    used: Collection = (),
 ) -> Ran:
     """Run a load or a request of ``choice``. Where ranks lack memory for it, models leave, the least recently
     used one first, and it runs again: those that the running graph does not load, but the next one may; then
-    its others, such as the first of two experts. They are parked where the host has room. ``run`` gets as
-    ``all_ranks`` whether every rank is to have what it likely needs: where it ``looks``, while models are
-    there that the graph does not load, or any that leave for that. ``check`` may interrupt a wait for others.
-    RefusedError where that is not enough."""
+    its others, such as the first of two experts. They are parked where the host has room. Where it ``looks``
+    for memory, ``run`` gets as ``room`` what ComfyUI can make, without the models ``used`` by a sampling, and
+    as ``all_ranks`` whether every rank is to have what it likely needs: while models are there that the graph
+    does not load, or any that leave for that. ``check`` may interrupt a wait for others. RefusedError where
+    that is not enough."""
+    room = host_room().keeping(entries_to_keep(backend, choice, used)) if looks else None
     gone_models: set[ModelChoice] = set()
     backend.aside.discard(choice)  # it comes back by itself
     while True:
@@ -50,7 +53,7 @@ def run_evicting_models(
         unneeded = unnamed(holding, running()) if looks else None
         all_ranks = unneeded is not None or (looks and bool(holding) and _others_leave(backend, choice))
         try:
-            return run(all_ranks=all_ranks)
+            return run(room=room, all_ranks=all_ranks)
         except RefusedError as error:
             # another client may have brought parked models back, which we cannot see; for what is likely
             # alone they are not asked to leave

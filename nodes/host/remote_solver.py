@@ -21,9 +21,8 @@ from .auto_plan import sample_planned
 from .conditioning import fill_zeros, latent_shapes, limits_and_weight, model_arguments
 from .guidance import skips_negative
 from .handle import ParallelDiT, ensure_loaded
-from .models_on_ranks import entries_to_keep, keep_rank_weights, run_evicting_models
+from .models_on_ranks import keep_rank_weights, run_evicting_models
 from .progress import CANCELLING, Reporter, interrupt
-from .rank_weights import host_room
 from .report import run_lines, shown
 from .sampling_checks import check_inputs
 from .shift import apply_shift
@@ -61,8 +60,7 @@ class RemoteSolver:
         steps = len(sigmas) - 1
         with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
             interrupted = partial(reporter.status.interrupted, backend=self.backend)
-            room = host_room().keeping(entries_to_keep(self.backend, self.dit.choice))
-            sample = partial(self.backend.sample, request, reporter, interrupted, room=room)
+            sample = partial(self.backend.sample, request, reporter, interrupted)
             check = partial(reporter.status.check, CANCELLING, self.backend)
             result = run_evicting_models(self.backend, self.dit.choice, sample, check)
             if result is None:

@@ -67,7 +67,7 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     result = models_on_ranks.run_evicting_models(
         backend,
         handles[2].choice,
-        lambda all_ranks: backend.sample(request, all_ranks=all_ranks),
+        lambda room, all_ranks: backend.sample(request, all_ranks=all_ranks),
         lambda: None,
     )
     assert result == Result() and backend.client.held == ["/a", "/c"]

@@ -59,7 +59,7 @@ def gpus(backend, monkeypatch):
     """The backend on OnGpus, whose GPUs have 4 bytes free whatever leaves them."""
     backend.client = OnGpus()
     room = Room(management, {"GPU-0": FIRST, "GPU-1": SECOND})
-    for module in (handle, rank_weights):
+    for module in (handle, models_on_ranks, rank_weights):
         monkeypatch.setattr(module, "host_room", lambda: room)
     monkeypatch.setattr(management, "get_torch_device", lambda: FIRST)
     monkeypatch.setattr(management, "get_all_torch_devices", lambda: [FIRST, SECOND], raising=False)
@@ -96,11 +96,10 @@ def test_room_on_a_gpu_takes_the_weights_of_its_ranks(gpus, sharded):
 def sample(backend, choice) -> Result:
     """As a sampler's node does, where there is less memory than is likely needed."""
     request = Sample(choice[0], "euler", 1.0, 7, tensors={"noise": torch.zeros(1, 4)})
-    room = handle.host_room().keeping(models_on_ranks.entries_to_keep(backend, choice))
     return models_on_ranks.run_evicting_models(
         backend,
         choice,
-        lambda all_ranks: backend.sample(request, room=room, all_ranks=all_ranks),
+        lambda room, all_ranks: backend.sample(request, room=room, all_ranks=all_ranks),
         lambda: None,
     )
 
@@ -121,7 +120,7 @@ def test_a_model_of_another_graph_leaves_a_gpu_that_comfyui_does_not_use(gpus, m
     monkeypatch.setattr(management, "current_loaded_models", [])
     gpus.client.lacks, gpus.client.room = [1], 12
     room = Room(management, {"GPU-0": FIRST})
-    for module in (handle, rank_weights):
+    for module in (handle, models_on_ranks, rank_weights):
         monkeypatch.setattr(module, "host_room", lambda: room)
     run("/a")
     first = handle.load(CONFIG, "/a", "default")

@@ -173,7 +173,7 @@ def test_a_model_that_is_parked_leaves_no_second_time(host):
     assert [each.model for each in backend.client.unloads] == ["/a", "/b"]
     first = next(iter(backend.models))
     use = partial(backend.client.held.append, first.path)
-    host.models_on_ranks.run_evicting_models(backend, first, lambda all_ranks: use(), lambda: None)
+    host.models_on_ranks.run_evicting_models(backend, first, lambda room, all_ranks: use(), lambda: None)
     backend.client.room = 2
     prompt(host, config, "/d")
     assert [each.model for each in backend.client.unloads[2:]] == ["/a"]
