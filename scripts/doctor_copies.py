@@ -1,7 +1,6 @@
 """Rates of copies between GPUs and host memory, for scripts/doctor.py: measured by a program of its own
 (gpu_copies.py), which may hang on a lost GPU, or end with it."""
 
-import json
 import sys
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -63,8 +62,7 @@ def measured(free: dict[int, int]) -> Copies:
         out.touch()
         command = [sys.executable, PROGRAM, "--out", out, "--seconds", SECONDS, *gpus]
         ended = doctor_processes.run(command, MAX_SECONDS, Path(name))
-        whole = out.read_text().rpartition("\n")[0]  # a line that it has not ended is none
-    rows = [json.loads(line) for line in whole.splitlines()]
+        rows = doctor_processes.rows_in(out)
     return replace(_parsed(rows, "" if ended.code == 0 else ended.why), full=full)
 
 

@@ -119,11 +119,6 @@ def turns_of(lab: Lab) -> tuple[list[Turn], dict[str, list[str]]]:
     return turns(lab.ranks, refusal)
 
 
-def is_lacking(lab: Lab, config: ParallelConfig, family: str) -> bool:
-    """Return whether the tiny model of a family has too few heads or blocks for a configuration."""
-    return bool(lab.refusal(lab.tiny(family)[0], config))
-
-
 def in_short(config: ParallelConfig) -> str:
     """Name the degrees of a configuration by their mesh axes, and its patches."""
     degrees = " x ".join(f"{axis} {size}" for axis, size in config.degrees.items() if size > 1)

@@ -4,6 +4,7 @@ Tests give facts instead: Facts(shared_memory=64 << 20). A fact that cannot be r
 checks that need it and no other.
 """
 
+import math
 import os
 import platform
 import shutil
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import doctor_build
 import doctor_copies
@@ -82,7 +84,7 @@ class Facts:
 
     def as_dict(self) -> dict:
         """Return what has been read so far, for JSON."""
-        return {name: _plain(value) for name, value in vars(self).items()}
+        return finite(vars(self))
 
     @cached_property
     def python(self) -> tuple[int, int, int]:
@@ -302,14 +304,16 @@ def _places() -> dict[str, Path]:
     return {"temporary folder": Path(tempfile.gettempdir()), "cache folder": cache}
 
 
-def _plain(value):
-    """Turn a fact into what JSON has."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+def finite(value: Any) -> Any:
+    """Return what JSON has of a value: numbers that are none become words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if is_dataclass(value):
+        return finite(vars(value))
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [finite(each) for each in value]
     return value
 
 

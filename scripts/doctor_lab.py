@@ -197,9 +197,7 @@ class Lab(Models):
         path = self.folder / "kernels.jsonl"
         path.write_text("")
         ended = self._benchmark("kernels.py", KERNEL_SECONDS, "--kernel", kernel, "--json", path)
-        # a line that it has not ended is none
-        whole = path.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in whole.splitlines()], ended
+        return doctor_processes.rows_in(path), ended
 
     def _benchmark(self, script: str, seconds: float, *options) -> Ended:
         """Run one for so many seconds, or until its check's time is over."""

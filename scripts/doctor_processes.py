@@ -1,5 +1,6 @@
 """Programs that scripts/doctor.py runs besides ranks. None outlives its time, nor the doctor."""
 
+import json
 import os
 import re
 import subprocess
@@ -39,6 +40,13 @@ class Ended:
         raised = [each for each in RAISED.findall(self.errors) if OF_TORCHRUN not in each]
         words = " ".join(self.errors.split()).strip("= ")
         return raised[0][:400] if raised else words[-400:] or f"exit status {self.code}"
+
+
+def rows_in(path: Path) -> list[dict]:
+    """Return the JSON objects of a file, one a line, that a program writes: a line that it has not ended is
+    none."""
+    whole = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def run(command: list, seconds: float, folder: Path, environment: dict[str, str] | None = None) -> Ended:

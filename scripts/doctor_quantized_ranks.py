@@ -89,12 +89,9 @@ def _run(lab: Lab, config: ParallelConfig, kind: str, dtype: str, has_lora: bool
     # native products round what they multiply; in float32 nothing is to hide a wrong scale
     how: dict = {"matmul": "weight only" if dtype == "fp32" else "auto"}
     if has_lora:
-        how["loras"] = [(str(lab.kept(("lora",), partial(_written_lora, lab))), _strength(lab))]
+        lora = lab.kept(("lora",), partial(_written_lora, lab))
+        how["loras"] = [(str(lora), LORA_STRENGTH / lab.size.width)]
     return lab.run(config, lab.quantized(kind), lab.plain_request(STEPS), dtype, **how).samples
-
-
-def _strength(lab: Lab) -> float:
-    return LORA_STRENGTH / lab.size.width
 
 
 def _written_lora(lab: Lab) -> Path:

@@ -4,7 +4,6 @@ ends it; without the names of who sends it."""
 import getpass
 import json
 import logging
-import math
 import os
 import re
 import socket
@@ -13,9 +12,8 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from doctor_facts import Facts
+from doctor_facts import Facts, finite
 from doctor_findings import Finding
 
 from backend.client.status import log_of_last_backend
@@ -110,17 +108,6 @@ def with_log(finding: Finding) -> Finding:
     if "traceback" not in finding.values or "log" in finding.values:
         return finding
     return replace(finding, values=finding.values | {"log": log_of_last_backend()})
-
-
-def finite(value: Any) -> Any:
-    """Return what JSON has of a value: numbers that are none become words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return value
 
 
 def anonymous(text: str) -> str:

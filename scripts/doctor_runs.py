@@ -10,7 +10,7 @@ from functools import partial
 import doctor_lab
 import doctor_models
 import torch
-from doctor_degrees import FAMILIES, fitting, is_lacking, methods, named
+from doctor_degrees import FAMILIES, fitting, methods, named
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, OutOfTime, findings, possible
 from doctor_flux_files import flux_files
@@ -91,7 +91,7 @@ def _in_turn(lab: Lab, configs: dict[str, ParallelConfig]) -> dict[str, tuple[st
     for name, config in configs.items():
         is_stale_pair = " x " in name and config.has_stale_kv  # of which one family has to do
         families = FAMILIES[:1] if is_stale_pair else FAMILIES
-        lacking = [family for family in families if is_lacking(lab, config, family)]
+        lacking = [family for family in families if lab.refusal(lab.tiny(family)[0], config)]
         if fit := [family for family in families if family not in lacking]:
             as_asked[name] = name, fit
         if lacking:

@@ -7,7 +7,7 @@ import doctor_gpu_memory
 import pytest
 import torch
 from doctor_gpu_memory import GpuMemory, MemoryInfo
-from doctor_memory_watch import MemoryWatch
+from doctor_memory import MemoryWatch
 
 from backend.client.measurements import gpu_uuid
 
