@@ -185,28 +185,23 @@ def loader_of(graph: dict, node: str) -> str | None:
 
 
 def _loader_before(graph: dict, node: str | None, known: dict[str, str | None]) -> str | None:
-    """Return the loader from which ``node`` has its transformer. ``known``: those that are known by now, None
-    of a node after it: that is a cycle, which ComfyUI itself refuses."""
-    if node is None:
-        return None
-    if node not in known:
-        known[node] = None
-        known[node] = _loader_of_inputs(graph, node, known)
-    return known[node]
-
-
-def _loader_of_inputs(graph: dict, node: str, known: dict[str, str | None]) -> str | None:
-    """Return ``node`` where it is a loader, else the one that all its inputs are from."""
+    """Return ``node`` where it is a loader, else the one that all its inputs are from. ``known``: those that
+    are known by now, None of a node after it: that is a cycle, which ComfyUI itself refuses."""
+    if node is None or node in known:
+        return known.get(node or "")
+    known[node] = None
     kind = graph[node].get("class_type")
-    if kind == "LoadParallelDiT":
-        return node
     names: Iterable[str] = ()
-    if kind in THROUGH:
+    if kind == "LoadParallelDiT":
+        known[node] = node
+    elif kind in THROUGH:
         names = ("dit",)
     elif kind in SWITCHES:
         names = _sides(graph, node)
     loaders = {_loader_before(graph, source(graph, node, name), known) for name in names}
-    return loaders.pop() if len(loaders) == 1 else None
+    if len(loaders) == 1:
+        known[node] = loaders.pop()
+    return known[node]
 
 
 def _used_inputs(graph: dict, node: str) -> Iterable[str]:

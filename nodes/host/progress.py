@@ -63,7 +63,10 @@ class NodeStatus:
     def interrupted(self, line: str = CANCELLING, backend: Connected | None = None) -> bool:
         """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for. Else show for
         which other client's request one to ``backend`` waits."""
-        self._show_turn(backend.wait_line if backend is not None else "")
+        turn = backend.wait_line if backend is not None else ""
+        if turn or self.waits:  # what it has said is no longer true then
+            self.show(turn)
+        self.waits = bool(turn)
         is_cancelled = comfy.model_management.processing_interrupted()
         if is_cancelled:
             self.show(line)
@@ -73,12 +76,6 @@ class NodeStatus:
         """Raise ComfyUI's interrupt where somebody has pressed Cancel, and show ``line``; as interrupted."""
         if self.interrupted(line, backend):
             comfy.model_management.throw_exception_if_processing_interrupted()
-
-    def _show_turn(self, line: str):
-        """Show ``line`` while there is one; what it has said is no longer true then."""
-        if line or self.waits:
-            self.show(line)
-        self.waits = bool(line)
 
 
 def interrupt() -> BaseException:
