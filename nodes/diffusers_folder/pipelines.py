@@ -6,18 +6,18 @@ code; which of its results are which part of a CONDITIONING is data, an entry fo
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ...backend.errors import quoted, reason
+from ...backend.errors import UnsupportedError, quoted, reason
 from ...backend.loading.regular_files import INDEXES, check_regular, is_pipeline, read_json
 from ...backend.protocol import RefusedError
 from ...backend.runtime.install_command import install_command
-from .part_configs import check_config
 
 _BOTH = ("prompt_embeds", "negative_prompt_embeds")
 _MASK = ("prompt_attention_mask", "negative_prompt_attention_mask")
@@ -44,6 +44,13 @@ KEYS = {
     "prompt_embeds_mask": "attention_mask",
     "pooled_prompt_embeds": "pooled_output",
 }
+#: The largest text encoders have about a hundred layers.
+MAX_LAYERS = 1_024
+#: Entries whose names end so count modules of Python, each of which takes time and memory.
+COUNTS = ("layers", "_depth", "depths", "num_experts", "layers_per_block")
+#: Entries that name the code of attention or experts; a name with a slash is that of a repository, from which
+#: transformers would load it.
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 #: How the parts of a folder begin that encode prompts.
 _TEXT_PARTS = ("text_encoder", "tokenizer", "processor")
 
@@ -206,8 +213,29 @@ def _require(folder: Path, parts: list[str], purpose: str):
             f"the whole folder that is published for diffusers."
         )
     for part in parts:
-        _read(folder, part, lambda part=part: check_regular(folder / part))
-        _read(folder, part, lambda part=part: check_config(folder / part))
+        for check in (check_regular, _check_config):
+            _read(folder, part, partial(check, folder / part))
+
+
+def _check_config(part: Path):
+    """Refuse a part with more layers than any published one, which its library would build in ComfyUI's own
+    process, or code to load. Raises UnsupportedError."""
+    config = part / "config.json"
+    for name, value in _entries(read_json(config) if config.is_file() else {}):
+        counted = value if isinstance(value, list) else [value]
+        if name.endswith(COUNTS) and any(isinstance(each, int) and each > MAX_LAYERS for each in counted):
+            raise UnsupportedError(f"{part.name} has {quoted(value)} as {name}, {MAX_LAYERS:,} at most")
+        if name.endswith(IMPLEMENTATIONS) and "/" in str(value):
+            raise UnsupportedError(
+                f"{part.name} names code to load, {quoted(value)} as {name}: take that out"
+            )
+
+
+def _entries(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a configuration and of those within it."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        yield str(name), value
+        yield from _entries(value)
 
 
 def _read(folder: Path, what: str, action: Callable):
