@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -37,27 +38,21 @@ def add_routes(
             return web.json_response({"error": str(error)}, status=400)
         return web.Response(text=found) if isinstance(found, str) else web.json_response(found)
 
-    def ask(question):
-        async def handle(request):
-            return await answered(question)
+    async def ask(question: Callable[[], object], request) -> web.Response:
+        return await answered(question)
 
-        return handle
-
-    def act(action):
-        async def handle(request):
-            if not is_of_page(request.headers):
-                return web.json_response({"error": "the request comes from another page."}, status=403)
-            try:
-                body = await request.json()
-            except json.JSONDecodeError:
-                body = None
-            if not isinstance(body, dict):
-                return web.json_response({"error": "the body is no JSON object."}, status=400)
-            return await answered(lambda: action(body))
-
-        return handle
+    async def act(action: Callable[[dict], object], request) -> web.Response:
+        if not is_of_page(request.headers):
+            return web.json_response({"error": "the request comes from another page."}, status=403)
+        try:
+            body = await request.json()
+        except json.JSONDecodeError:
+            body = None
+        if not isinstance(body, dict):
+            return web.json_response({"error": "the body is no JSON object."}, status=400)
+        return await answered(partial(action, body))
 
     for name, question in questions.items():
-        routes.get(f"{PREFIX}/{name}")(ask(question))
+        routes.get(f"{PREFIX}/{name}")(partial(ask, question))
     for name, action in actions.items():
-        routes.post(f"{PREFIX}/{name}")(act(action))
+        routes.post(f"{PREFIX}/{name}")(partial(act, action))
