@@ -23,12 +23,11 @@ from ..backend.protocol import ModelCall, RefusedError, Result
 from .comfy_models.registry import ElsewhereModule, family_named, weightless_patcher
 from .host.auto_plan import as_running, one_plan
 from .host.conditioning import as_tensors, fill_zeros
-from .host.handle import ParallelDiT, ensure_loaded
+from .host.handle import OnRanks, ParallelDiT, ensure_loaded, release
 from .host.models_on_ranks import keep_rank_weights, rank_weights_stay, run_evicting_models
 from .host.progress import CANCELLING, NodeStatus, interrupt, tolerate_preview_oom
 from .host.refusals import errors_on_node
 from .host.remote_patcher import RemotePatcher, attach_lora_metadata
-from .host.sampling_on_ranks import OnRanks, release
 from .host.schema import ALIASES, ParallelDiTType, schema
 
 #: Entries of transformer_options that ComfyUI's transformers read, and what sets them.

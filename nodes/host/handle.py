@@ -10,7 +10,7 @@ for good with the last handle where ComfyUI has unloaded all models (its Free mo
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import comfy.model_management
@@ -18,6 +18,7 @@ import comfy.model_patcher
 import comfy.utils
 
 from ...backend.client import measurements
+from ...backend.client.argument_cache import ArgumentCache
 from ...backend.client.launcher import ClosedError
 from ...backend.client.model_choice import ModelChoice
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, launched
@@ -78,6 +79,29 @@ def is_named(choice: ModelChoice) -> bool:
 
 def _free_orphans():
     free_orphans({handle.choice for handle in _handles})
+
+
+@dataclass
+class OnRanks:
+    """What a sampling of Parallel Model holds: a backend, the model there, and the handle under its plan.
+    models: those that a guider samples with, which stay where room is made. sizes: of calls for which ComfyUI
+    has made room."""
+
+    backend: Backend
+    loaded: Loaded
+    dit: ParallelDiT
+    models: tuple = ()
+    sizes: set[str] = field(default_factory=set)
+
+
+def release(backend: Backend, caches: list[ArgumentCache]):
+    """Have ranks free what a VAE needs next: on its GPU the arguments of ``caches`` too, which next calls
+    send. What ranks could not free now is named to them by the next release."""
+    check = comfy.model_management.throw_exception_if_processing_interrupted
+    ids = dict.fromkeys(each for cache in caches for each in cache.ids)
+    if backend.release(host_room(), check, list(ids)):
+        for cache in caches:
+            cache.forgotten()
 
 
 def lora_bytes(handle: ParallelDiT) -> tuple[LoraBytes, LoraBytes]:
