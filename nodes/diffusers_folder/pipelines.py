@@ -105,7 +105,7 @@ def open_vae(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     from diffusers.models.auto_model import AutoModel
 
     options = dict(dtype=dtype, use_safetensors=True, local_files_only=True)
-    vae = _read(folder, "vae", lambda: AutoModel.from_pretrained(str(folder / "vae"), **options))
+    vae = _read(folder, "vae", AutoModel.from_pretrained, str(folder / "vae"), **options)
     return vae.eval().requires_grad_(False)
 
 
@@ -136,9 +136,7 @@ def _open_pipeline(folder: Path, name: str) -> TextPipeline:
 
     options = dict(dtype={"default": "auto"}, use_safetensors=True, local_files_only=True)
     options |= dict.fromkeys(parts.keys() - set(used))  # None: not opened
-    pipeline = _read(
-        folder, "text encoders", lambda: DiffusionPipeline.from_pretrained(str(folder), **options)
-    )
+    pipeline = _read(folder, "text encoders", DiffusionPipeline.from_pretrained, str(folder), **options)
     modules = _modules({part: getattr(pipeline, part) for part in used})
     return TextPipeline(name, modules, partial(_encode, pipeline, name))
 
@@ -178,11 +176,12 @@ def _open_blocks(folder: Path, name: str) -> TextPipeline:
     _require(folder, list(specs), "prompts are encoded")
 
     def load(spec):
-        options = {"dtype": "auto", "use_safetensors": True} if "text_encoder" in spec.name else {}
-        options |= {"subfolder": spec.name, "local_files_only": True}
+        options = {"subfolder": spec.name, "local_files_only": True}
+        if "text_encoder" in spec.name:
+            options |= {"dtype": "auto", "use_safetensors": True}
         return spec.load(pretrained_model_name_or_path=str(folder), **options)
 
-    parts = _read(folder, "text encoder", lambda: {key: load(spec) for key, spec in specs.items()})
+    parts = {name: _read(folder, "text encoder", load, spec) for name, spec in specs.items()}
     pipeline = block.init_pipeline()
     pipeline.update_components(**parts)
 
@@ -202,7 +201,7 @@ def _index(folder: Path) -> dict | None:
     found = next((name for name in INDEXES if (folder / name).is_file()), None)
     if found is None:
         return None
-    return _read(folder, found, lambda: read_json(folder / found))
+    return _read(folder, found, read_json, folder / found)
 
 
 def _require(folder: Path, parts: list[str], purpose: str):
@@ -213,8 +212,8 @@ def _require(folder: Path, parts: list[str], purpose: str):
             f"the whole folder that is published for diffusers."
         )
     for part in parts:
-        for check in (check_regular, _check_config):
-            _read(folder, part, partial(check, folder / part))
+        _read(folder, part, check_regular, folder / part)
+        _read(folder, part, _check_config, folder / part)
 
 
 def _check_config(part: Path):
@@ -238,10 +237,10 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
         yield from _entries(value)
 
 
-def _read(folder: Path, what: str, action: Callable):
+def _read(folder: Path, what: str, action: Callable, *arguments, **options):
     """Return what ``action`` reads; RefusedError with the library's reason where it cannot."""
     try:
-        return action()
+        return action(*arguments, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
         lines = (line for line in str(error).splitlines() if line.strip())
         first = reason(next(lines, type(error).__name__))

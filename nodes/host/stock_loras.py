@@ -57,6 +57,13 @@ class Product(NamedTuple):
     offset: Offset | None
     function: Callable[[Tensor], Tensor] | None
 
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Return up, its rows in order, and down; a convolution is a matrix for ComfyUI, too."""
+        up = self.up.flatten(1)
+        if self.function:
+            up = self.function(up)
+        return up, self.down.flatten(1)
+
 
 #: Products by the weight's name in ComfyUI's model (without PREFIX); whole differences by the file's keys.
 Changes = tuple[dict[str, list[Product]], dict[str, Tensor]]
@@ -218,9 +225,7 @@ def _check_rows(name: str, products: list[Product], shape: Sequence[int]):
 
 
 def _named(stem: str, product: Product) -> dict[str, Tensor]:
-    # a convolution is a matrix for ComfyUI, too
-    up, down = product.up.flatten(1), product.down.flatten(1)
-    up = product.function(up) if product.function else up
+    up, down = product.matrices()
     tensors = {f"{stem}.lora_up.weight": up, f"{stem}.lora_down.weight": down}
     return tensors if product.alpha is None else tensors | {f"{stem}.alpha": torch.tensor(product.alpha)}
 
@@ -228,13 +233,12 @@ def _named(stem: str, product: Product) -> dict[str, Tensor]:
 def _joined(products: list[Product], shape: Sequence[int]) -> Product:
     """Return one product of several that are added, each to its rows of a weight of this ``shape``."""
     ups, downs = [], []
-    for up, down, alpha, offset, function in products:
-        up, down = up.flatten(1), down.flatten(1)
-        up = function(up) if function else up
-        if alpha is not None and alpha != len(down):
-            up = up.float() * (alpha / len(down))
-        if offset is not None:
-            _, first, count = offset
+    for product in products:
+        up, down = product.matrices()
+        if product.alpha is not None and product.alpha != len(down):
+            up = up.float() * (product.alpha / len(down))
+        if product.offset is not None:
+            _, first, count = product.offset
             up = torch.nn.functional.pad(up, (0, 0, first, shape[0] - first - count))
         ups.append(up)
         downs.append(down)
