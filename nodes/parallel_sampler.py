@@ -24,14 +24,7 @@ class ParallelSampler(CheckedSampler):
             "a quantized file it is near KSampler's.",
             inputs=[
                 inputs.DIT,
-                inputs.seed_input("seed"),
-                inputs.STEPS,
-                inputs.cfg_input(1.0),
-                inputs.SAMPLER_NAME,
-                inputs.scheduler_input("simple"),
-                inputs.POSITIVE,
-                inputs.NEGATIVE,
-                inputs.LATENT,
+                *inputs.ksampler_inputs("seed", cfg=1.0, scheduler="simple"),
                 io.Float.Input(
                     "denoise",
                     default=1.0,

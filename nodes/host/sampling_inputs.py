@@ -7,7 +7,6 @@ from ...backend.protocol.solver_names import SOLVERS
 from .schema import ParallelDiTType
 
 DIT = ParallelDiTType.Input("dit", tooltip="The transformer, from Load Parallel DiT.")
-STEPS = io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps.")
 SAMPLER_NAME = io.Combo.Input(
     "sampler_name", options=list(SOLVERS), default="euler", tooltip="The solver, as in KSampler."
 )
@@ -19,16 +18,6 @@ LATENT = io.Latent.Input(
     "latent_image", tooltip="The latent to denoise: an empty one, or an encoded one for image to image."
 )
 OUTPUT = io.Latent.Output(display_name="latent", tooltip="The denoised latent, for VAE Decode.")
-
-
-def seed_input(name: str) -> io.Int.Input:
-    """Return the input of the random seed."""
-    tooltip = (
-        "The random seed of the noise; the same seed as in KSampler gives the same image (with a LoRA on a "
-        "quantized file one near it)."
-    )
-    most = 0xFFFFFFFFFFFFFFFF
-    return io.Int.Input(name, default=0, min=0, max=most, control_after_generate=True, tooltip=tooltip)
 
 
 def cfg_input(default: float) -> io.Float.Input:
@@ -45,14 +34,32 @@ def cfg_input(default: float) -> io.Float.Input:
     )
 
 
-def scheduler_input(default: str) -> io.Combo.Input:
-    """Return the input ``scheduler``."""
-    return io.Combo.Input(
-        "scheduler",
-        options=list(comfy.samplers.SCHEDULER_NAMES),
-        default=default,
-        tooltip="How the noise level falls from step to step, as in KSampler.",
-    )
+def ksampler_inputs(seed: str, cfg: float, scheduler: str) -> list:
+    """Return the inputs of ComfyUI's KSamplers from the one named ``seed`` to the latent, with these defaults
+    of the others."""
+    return [
+        io.Int.Input(
+            seed,
+            default=0,
+            min=0,
+            max=0xFFFFFFFFFFFFFFFF,
+            control_after_generate=True,
+            tooltip="The random seed of the noise; the same seed as in KSampler gives the same image (with a "
+            "LoRA on a quantized file one near it).",
+        ),
+        io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Number of denoising steps."),
+        cfg_input(cfg),
+        SAMPLER_NAME,
+        io.Combo.Input(
+            "scheduler",
+            options=list(comfy.samplers.SCHEDULER_NAMES),
+            default=scheduler,
+            tooltip="How the noise level falls from step to step, as in KSampler.",
+        ),
+        POSITIVE,
+        NEGATIVE,
+        LATENT,
+    ]
 
 
 def shift_input(note: str = "") -> io.Float.Input:
