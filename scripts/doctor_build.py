@@ -17,13 +17,14 @@ GIT_SECONDS = 10.0
 
 def build() -> dict[str, str]:
     """Return each in a word or two, empty where it does not apply."""
+    signs = {"WSL": is_wsl(), "container": Path("/.dockerenv").exists()}
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else ""
     return {
         "pack": version_of(ROOT),
         "cudnn": str(cudnn or ""),
         "triton": installed("triton"),
         "cpu": _cpu(),
-        "system": _kind_of_system(),
+        "system": ", ".join(name for name, here in signs.items() if here),
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
         "swap": f"{psutil.swap_memory().total / 1e9:.0f} GB",
     }
@@ -50,9 +51,3 @@ def _cpu() -> str:
     return next(
         (line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine()
     )
-
-
-def _kind_of_system() -> str:
-    """Whether this is WSL or a container, as far as it shows."""
-    signs = {"WSL": is_wsl(), "container": Path("/.dockerenv").exists()}
-    return ", ".join(name for name, here in signs.items() if here)

@@ -67,16 +67,11 @@ def _as_run(lab: Lab, kind: str) -> dict[str, tuple[str, ParallelConfig]]:
 
 
 def _references(lab: Lab, kind: str) -> list[Finding]:
-    """Run one rank first, since the ranks change with the method; find nothing."""
-    for has_lora in (False, True):
-        for dtype in _dtypes(has_lora):
-            latent(lab, kind, dtype, has_lora)
+    """Run one rank first, since the ranks change with the method: in float32, by which methods are judged,
+    and without a LoRA in bf16, as files run. Find nothing."""
+    for dtype, has_lora in (("fp32", False), ("bf16", False), ("fp32", True)):
+        latent(lab, kind, dtype, has_lora)
     return []
-
-
-def _dtypes(has_lora: bool) -> tuple[str, ...]:
-    """Return what is computed: float32, by which methods are judged, and without a LoRA bf16 as files run."""
-    return ("fp32",) if has_lora else ("fp32", "bf16")
 
 
 def latent(lab: Lab, kind: str, dtype: str, has_lora: bool) -> torch.Tensor:

@@ -62,13 +62,9 @@ def _row(finding: Finding) -> list[str]:
         model,
         method,
         seconds,
-        *(_times(values, key) for key in ("speedup", "of_ceiling")),
+        *(f"{values[key]:.2f}" if key in values else "" for key in ("speedup", "of_ceiling")),
         "" if finding.status == OK else finding.status,
     ]
-
-
-def _times(values: dict, key: str) -> str:
-    return f"{values[key]:.2f}" if key in values else ""
 
 
 def show(findings: Iterable[Finding]):
