@@ -43,7 +43,7 @@ def version_of(folder: Path) -> str:
 
 
 def _cpu() -> str:
-    """The model of this machine's CPU."""
+    """Return the model of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

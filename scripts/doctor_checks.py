@@ -176,10 +176,7 @@ def gpus(facts: Facts) -> Iterator[Status]:
         else:
             yield OK, text
     if len(facts.gpus) == 1:
-        yield (
-            WARNING,
-            "one GPU: parallel methods need two or more; ComfyUI's own nodes are as fast",
-        )
+        yield WARNING, "one GPU: parallel methods need two or more; ComfyUI's own nodes are as fast"
     if len({gpu.name for gpu in facts.gpus}) > 1:
         unequal = "PipeFusion's patches, cfg_degree's prompts and shard_weights stay equal"
         yield WARNING, f"the GPUs differ: auto gives each a share by speed and memory, but {unequal}"

@@ -24,6 +24,7 @@ import doctor_visible
 import torch
 import torch.cuda.nccl
 from doctor_copies import Copies
+from doctor_hangs import driver_says
 from doctor_wheels import WHEELS, Wheel, is_installed, tried
 
 from backend.client import dependencies, driver_query, measurements, nccl_settings, rank_environment
@@ -145,13 +146,7 @@ class Facts:
     def topology(self) -> str:
         """The matrix of links (of nvidia-smi NV#: NVLink, PIX, PHB, SYS: PCIe), for who reads the report."""
         commands = (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo", "--showdriverversion"])
-        command = next((each for each in commands if shutil.which(each[0])), None)
-        if command is None:
-            return ""
-        try:
-            return driver_query.answer(command, SMI_SECONDS).stdout
-        except (OSError, subprocess.SubprocessError) as error:
-            return f"{command[0]} failed: {error}"
+        return next(filter(None, (driver_says(command, SMI_SECONDS) for command in commands)), "")
 
     @cached_property
     def build(self) -> dict[str, str]:

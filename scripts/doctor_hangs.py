@@ -107,13 +107,18 @@ def evidence(backend: Backend) -> dict[str, str]:
         return {}
     process.dump_stacks()
     time.sleep(WRITE_SECONDS)
-    return {"log": end_of(process.log), "nvidia-smi": _smi(), "steps": process.watch.steps_of_ranks(0)}
+    return {
+        "log": end_of(process.log),
+        "nvidia-smi": driver_says(["nvidia-smi"], SMI_SECONDS),
+        "steps": process.watch.steps_of_ranks(0),
+    }
 
 
-def _smi() -> str:
-    if shutil.which("nvidia-smi") is None:
+def driver_says(command: list[str], seconds: float) -> str:
+    """Return what a program of a GPU's driver prints, or why it failed; nothing where it is not there."""
+    if shutil.which(command[0]) is None:
         return ""
     try:
-        return driver_query.answer(["nvidia-smi"], SMI_SECONDS).stdout
+        return driver_query.answer(command, seconds).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return f"nvidia-smi failed: {error}"
+        return f"{command[0]} failed: {error}"

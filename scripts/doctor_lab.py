@@ -203,14 +203,8 @@ class Lab(Models):
         """Run one for so many seconds, or until its check's time is over."""
         self.fresh()  # it wants the GPUs' memory
         left = max(1.0, self.limit(seconds) - time.monotonic())
-        command = [
-            sys.executable,
-            BENCHMARKS / script,
-            "--ends-with-stdin",
-            "--device",
-            self.device,
-            *options,
-        ]
+        ours = ("--ends-with-stdin", "--device", self.device)
+        command = [sys.executable, BENCHMARKS / script, *ours, *options]
         # that of ranks: NCCL's way between these GPUs, and nothing that would hold them up
         config = self._placed(ParallelConfig(ulysses_degree=self.ranks))
         environment = sanitized_environment(dict(os.environ), config, self.device)

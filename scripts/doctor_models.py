@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from doctor_files import (
-    random_weights,
-    write_flux,
-    write_lora_of,
-    write_quantized,
-    write_quantized_copy,
-)
+from doctor_files import random_weights, write_flux, write_lora_of, write_quantized, write_quantized_copy
 from doctor_requests import in_batch, in_steps
 from doctor_room import MAX_COPY, delete, model_bytes, need_disk, quantized_bytes, stored_bytes
 from doctor_sizes import Size, timed_blocks

@@ -48,7 +48,7 @@ def quantized(lab: Lab) -> Found:
 
 
 def _kinds() -> tuple[str, ...]:
-    """What can be written here."""
+    """Return the formats that can be written here."""
     return (*NATIVE, *(OF_GGUF if importlib.util.find_spec("gguf") else ()))
 
 

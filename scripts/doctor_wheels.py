@@ -64,8 +64,8 @@ def tried(name: str) -> Wheel:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package of WHEELS is here. Two of them share the folder flash_attn, which does not tell whose
-    it is: they need a distribution of their own."""
+    """Return whether a package of WHEELS is here. Two of them share the folder flash_attn, which does not
+    tell whose it is: they need a distribution of their own."""
     top = _top(WHEELS[name])
     shared = Counter(map(_top, WHEELS.values()))[top] > 1
     return importlib.util.find_spec(top) is not None and not (shared and _version(name) == UNKNOWN)

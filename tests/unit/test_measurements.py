@@ -278,7 +278,9 @@ def test_nor_by_the_doctor(hanging, monkeypatch):
     monkeypatch.setattr(doctor_hangs, "SMI_SECONDS", 0.2)
     monkeypatch.setattr(doctor_facts, "SMI_SECONDS", 0.2)
     began = time.monotonic()
-    assert doctor_hangs._smi().startswith("nvidia-smi failed: ")
+    assert doctor_hangs.driver_says(["nvidia-smi"], doctor_hangs.SMI_SECONDS).startswith(
+        "nvidia-smi failed: "
+    )
     driver_query._paused.clear()
     assert doctor_facts.Facts().topology.startswith("nvidia-smi failed: ")
     driver_query._paused.clear()
