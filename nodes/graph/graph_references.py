@@ -11,11 +11,7 @@ PROMPT = ("guider", "positive", "cond1", "conditioning")
 REFERENCE = "ReferenceLatent"
 #: Encoders of a prompt that give the images linked to them as references too, where a VAE is linked -> MEGA
 #: pixels that they scale each to; 0: about the latent's size.
-ENCODERS = {
-    "TextEncodeQwenImageEdit": 1.0,
-    "TextEncodeQwenImageEditPlus": 1.0,
-    "TextEncodeQwenImage21": 0.0,
-}
+ENCODERS = {"TextEncodeQwenImageEdit": 1.0, "TextEncodeQwenImageEditPlus": 1.0, "TextEncodeQwenImage21": 0.0}
 
 
 def references(graph: dict, sampler: str, pixels: Sides, latent: LatentSize) -> list[Sides]:

@@ -81,12 +81,7 @@ def _others_leave(backend: Backend, choice: ModelChoice) -> bool:
 
 
 def unload(
-    backend: Backend,
-    choice: ModelChoice,
-    park=True,
-    ranks: Collection[int] = (),
-    waits=False,
-    check=nothing,
+    backend: Backend, choice: ModelChoice, park=True, ranks: Collection[int] = (), waits=False, check=nothing
 ) -> list[int]:
     """Take weights off the devices of ranks as Backend.unload does, and tell ComfyUI's memory manager which
     devices no longer hold them, nor those of models that were freed for it. Return these ranks: all where the
