@@ -48,15 +48,14 @@ DIFFUSERS_FLUX = (
 )
 #: The first that matches counts.
 UNSUPPORTED = (
-    UnsupportedModel("a ControlNet", ("controlnet_blocks.0.weight",), remedy=STOCK),
-    UnsupportedModel("a ControlNet", ("controlnet_x_embedder.weight",), remedy=STOCK),
-    UnsupportedModel("a ControlNet", ("control_model.input_hint_block.0.weight",), remedy=STOCK),
-    UnsupportedModel("a ControlNet", ("input_hint_block.0.weight",), remedy=STOCK),
-    UnsupportedModel("a ControlNet", ("controlnet_cond_embedding.conv_in.weight",), remedy=STOCK),
+    UnsupportedModel("a ControlNet", ("controlnet_blocks.0.weight",), STOCK),
+    UnsupportedModel("a ControlNet", ("controlnet_x_embedder.weight",), STOCK),
+    UnsupportedModel("a ControlNet", ("control_model.input_hint_block.0.weight",), STOCK),
+    UnsupportedModel("a ControlNet", ("input_hint_block.0.weight",), STOCK),
+    UnsupportedModel("a ControlNet", ("controlnet_cond_embedding.conv_in.weight",), STOCK),
     # UNets, told apart by the widths of what they read
     UnsupportedModel(
-        "Stable Video Diffusion or SV3D, a UNet",
-        (UNET, "input_blocks.1.1.time_stack.0.attn1.to_q.weight"),
+        "Stable Video Diffusion or SV3D, a UNet", (UNET, "input_blocks.1.1.time_stack.0.attn1.to_q.weight")
     ),
     UnsupportedModel("Stable Diffusion XL, a UNet", (UNET,), sizes={"label_emb.0.0.weight": (1, 2816)}),
     UnsupportedModel(
@@ -83,21 +82,19 @@ UNSUPPORTED = (
         absent=("vector_in.in_layer.weight",),
         sizes={"txt_in.weight": (1, 3584)},
     ),
-    UnsupportedModel(
-        "LongCat-Image", DIFFUSERS_FLUX, remedy=FOLDER, sizes={"context_embedder.weight": (1, 3584)}
-    ),
+    UnsupportedModel("LongCat-Image", DIFFUSERS_FLUX, FOLDER, sizes={"context_embedder.weight": (1, 3584)}),
     UnsupportedModel(  # its pipeline computes img_ids, so its folder is refused too
         "Bria",
         DIFFUSERS_FLUX,
-        remedy="use diffusers' own pipeline for it",
+        "use diffusers' own pipeline for it",
         sizes={"context_embedder.weight": (1, 4096)},
     ),
     UnsupportedModel(
-        "Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), remedy=FOLDER
+        "Ovis-Image", ("context_embedder_norm.weight", "timestep_embedder.linear_1.weight"), FOLDER
     ),
     UnsupportedModel("Chroma Radiance, a Chroma that works on pixels", ("img_in_patch.weight",)),
     UnsupportedModel("JoyImage", ("double_blocks.0.attn.img_attn_qkv.weight",)),
-    UnsupportedModel("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), remedy=STOCK),
+    UnsupportedModel("Hunyuan3D 2", ("latent_in.weight", "cond_in.weight"), STOCK),
     # relatives of Qwen-Image
     UnsupportedModel("Lens", ("transformer_blocks.0.img_mlp.w1.weight", "img_in.weight")),
     UnsupportedModel(
@@ -111,7 +108,7 @@ UNSUPPORTED = (
     UnsupportedModel("Boogu-Image", ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
     UnsupportedModel("OmniGen2", ("ref_image_patch_embedder.weight", "image_index_embedding")),
     # relatives of HunyuanVideo
-    UnsupportedModel("FramePack", ("clean_x_embedder.proj.weight",), remedy=OTHER_NODES),
+    UnsupportedModel("FramePack", ("clean_x_embedder.proj.weight",), OTHER_NODES),
     UnsupportedModel(
         "the refiner of HunyuanImage 2.1, which is given an image",
         ("txt_in.individual_token_refiner.blocks.0.norm1.weight",),
@@ -120,17 +117,15 @@ UNSUPPORTED = (
     ),
     # relatives of Wan
     UnsupportedModel(
-        "SkyReels-V2 diffusion forcing",
-        ("fps_embedding.weight", "fps_projection.0.weight"),
-        remedy=OTHER_NODES,
+        "SkyReels-V2 diffusion forcing", ("fps_embedding.weight", "fps_projection.0.weight"), OTHER_NODES
     ),
     UnsupportedModel(
         "SkyReels-V2 diffusion forcing",
         ("model_type.SkyReels-V2-DF-14B-720P", "patch_embedding.weight"),
-        remedy=OTHER_NODES,
+        OTHER_NODES,
     ),
     UnsupportedModel(
-        "ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), remedy=OTHER_NODES
+        "ReCamMaster, a Wan that follows a camera", ("blocks.0.cam_encoder.weight",), OTHER_NODES
     ),
     UnsupportedModel("SCAIL 2, a Wan that follows poses", ("patch_embedding_mask.weight",)),
     UnsupportedModel("SCAIL", ("patch_embedding_pose.weight",)),
@@ -146,57 +141,53 @@ UNSUPPORTED = (
     UnsupportedModel(
         "ConsisID, which is given a face",
         ("local_facial_extractor.proj_out", "perceiver_cross_attention.0.to_q.weight"),
-        remedy=OTHER_NODES,
+        OTHER_NODES,
     ),
     # relatives of PixArt
     UnsupportedModel(  # for which diffusers has no class
         "PixArt-Sigma with KV compression",
         ("t_block.1.weight", "blocks.14.attn.sr.weight"),
-        remedy="use a file without KV compression",
+        "use a file without KV compression",
     ),
     UnsupportedModel(
         "SANA with NVIDIA's own names",
         ("attention_y_norm.weight", "blocks.0.mlp.depth_conv.conv.weight"),
-        remedy="use diffusers' file or folder of it",
+        "use diffusers' file or folder of it",
     ),
     # others that ComfyUI runs
     UnsupportedModel("AuraFlow", ("double_layers.0.attn.w1q.weight",)),
     UnsupportedModel("Mochi", ("t5_yproj.weight",)),
-    UnsupportedModel("Mochi", ("pos_frequencies", "transformer_blocks.0.norm1.linear.weight"), remedy=FOLDER),
-    UnsupportedModel("Stable Audio", ("transformer.rotary_pos_emb.inv_freq",), remedy=STOCK),
+    UnsupportedModel("Mochi", ("pos_frequencies", "transformer_blocks.0.norm1.linear.weight"), FOLDER),
+    UnsupportedModel("Stable Audio", ("transformer.rotary_pos_emb.inv_freq",), STOCK),
     UnsupportedModel("Cosmos", ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),
     UnsupportedModel("Anima", ("llm_adapter.blocks.0.cross_attn.q_proj.weight",)),
     UnsupportedModel("Cosmos Predict 2", ("blocks.0.mlp.layer1.weight",)),
-    UnsupportedModel("PiD, a decoder", ("lq_proj.latent_proj.0.weight",), remedy=STOCK),
+    UnsupportedModel("PiD, a decoder", ("lq_proj.latent_proj.0.weight",), STOCK),
     UnsupportedModel("PixelDiT", ("core.pixel_embedder.proj.weight",)),
-    UnsupportedModel("SeedVR2", ("vid_in.proj.weight",), remedy=STOCK),
-    UnsupportedModel("SeedVR2", ("blocks.31.mlp.all.proj_in_gate.weight",), remedy=STOCK),
-    UnsupportedModel("SeedVR2", ("blocks.35.mlp.vid.proj_out.weight",), remedy=STOCK),
+    UnsupportedModel("SeedVR2", ("vid_in.proj.weight",), STOCK),
+    UnsupportedModel("SeedVR2", ("blocks.31.mlp.all.proj_in_gate.weight",), STOCK),
+    UnsupportedModel("SeedVR2", ("blocks.35.mlp.vid.proj_out.weight",), STOCK),
     UnsupportedModel(
         "Hunyuan3D 2.1",
         ("t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight"),
-        remedy=STOCK,
+        STOCK,
         absent=("mlp_t5.0.weight",),  # HunyuanDiT
     ),
-    UnsupportedModel("TripoSplat", ("cam_out_layer.weight", "repo_layers.0.final_map.weight"), remedy=STOCK),
-    UnsupportedModel("Trellis 2", ("img2shape.t_embedder.mlp.0.weight",), remedy=STOCK),
-    UnsupportedModel("Trellis 2", ("shape2txt.t_embedder.mlp.0.weight",), remedy=STOCK),
+    UnsupportedModel("TripoSplat", ("cam_out_layer.weight", "repo_layers.0.final_map.weight"), STOCK),
+    UnsupportedModel("Trellis 2", ("img2shape.t_embedder.mlp.0.weight",), STOCK),
+    UnsupportedModel("Trellis 2", ("shape2txt.t_embedder.mlp.0.weight",), STOCK),
     UnsupportedModel("HiDream O1", ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
-    UnsupportedModel("ACE-Step", ("genre_embedder.weight",), remedy=STOCK),
-    UnsupportedModel(
-        "ACE-Step 1.5", ("encoder.lyric_encoder.layers.0.input_layernorm.weight",), remedy=STOCK
-    ),
-    UnsupportedModel("MiniMax Music 3", ("cond_layer_logits", "latent_conditioners.0.weight"), remedy=STOCK),
+    UnsupportedModel("ACE-Step", ("genre_embedder.weight",), STOCK),
+    UnsupportedModel("ACE-Step 1.5", ("encoder.lyric_encoder.layers.0.input_layernorm.weight",), STOCK),
+    UnsupportedModel("MiniMax Music 3", ("cond_layer_logits", "latent_conditioners.0.weight"), STOCK),
     UnsupportedModel("ERNIE-Image", ("layers.0.mlp.linear_fc2.weight",)),
-    UnsupportedModel("RT-DETR 4, a detector", ("encoder.pan_blocks.1.cv4.conv.weight",), remedy=STOCK),
+    UnsupportedModel("RT-DETR 4, a detector", ("encoder.pan_blocks.1.cv4.conv.weight",), STOCK),
     UnsupportedModel(
         "SAM 3, a model of masks",
         ("detector.backbone.vision_backbone.trunk.blocks.0.attn.qkv.weight",),
-        remedy=STOCK,
+        STOCK,
     ),
-    UnsupportedModel(
-        "Depth Anything 3", ("backbone.embeddings.patch_embeddings.projection.weight",), remedy=STOCK
-    ),
+    UnsupportedModel("Depth Anything 3", ("backbone.embeddings.patch_embeddings.projection.weight",), STOCK),
 )
 OTHER_QUANTIZATION = "use a bf16, fp16, fp8, int8, mxfp8, nvfp4 or GGUF file of this model"
 #: End of a name that only a format has -> how the file is quantized.
