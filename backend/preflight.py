@@ -28,8 +28,9 @@ from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.compute_dtype import chosen_dtype
 from .loading.recognition import open_checkpoint
 from .loading.scale_values import check_scales
-from .loading.weight_loading import choices
+from .loading.weight_loading import matrices
 from .planner.config_changes import named_change
+from .quantization.matmul import choose_all
 from .rank_plan.describe import mesh_indices
 from .rank_plan.request_size import RequestSize
 from .rank_plan.shape_of import shape_of
@@ -62,7 +63,7 @@ def check_before_start(
         check_degrees(checkpoint, config.validate())
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
         cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))  # ranks choose alike (Matrix)
-        found = choices(checkpoint, cuts, matmul, where, capability)
+        found = choose_all(checkpoint.name, matrices(checkpoint, cuts), matmul, where, capability)
         work = Workload(config, checkpoint, RequestSize(prompts=1, calls=1), dtype, found)
         check_memory(work, device, memory or [])
         check_scales(checkpoint)
@@ -77,7 +78,7 @@ def read_shape(
     folders.check(path)
     with refusing("the model"), torch.inference_mode():
         checkpoint = open_checkpoint(path, folders)
-        found = choices(checkpoint, {}, matmul, where, capability)
+        found = choose_all(checkpoint.name, matrices(checkpoint, {}), matmul, where, capability)
         dtype = chosen_dtype(weight_dtype, checkpoint, where, capability)
         return shape_of(checkpoint, dtype, found).as_dict()
 

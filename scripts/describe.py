@@ -23,8 +23,9 @@ from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
 from backend.loading.compute_dtype import default_dtype
 from backend.loading.recognition import open_checkpoint
-from backend.loading.weight_loading import choices
+from backend.loading.weight_loading import matrices
 from backend.quantization.kernels import AUTO
+from backend.quantization.matmul import choose_all
 from backend.rank_plan import RequestSize, describe
 from backend.rank_plan.weights import tensor_mesh
 
@@ -64,7 +65,7 @@ def main():
         found = {}  # as a backend chooses by default, with what is installed here
         if capability:
             cuts = checkpoint.cut_plan(config).shards(tensor_mesh(config, 0))
-            found = choices(checkpoint, cuts, AUTO, CUDA, capability)
+            found = choose_all(checkpoint.name, matrices(checkpoint, cuts), AUTO, CUDA, capability)
         plans = describe(
             config,
             checkpoint,

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..hardware.gpu_kernels import Capability
 from ..parallel.block_cost import OUTSIDE
 from ..parallel.matrix_cuts import Shard
 from ..parallel.tensor_parallel import ShardedLinear
 from ..quantization.formats import Quantization
 from ..quantization.kernels import MatmulChoice
-from ..quantization.matmul import Matrix, choose_all, column_unit
+from ..quantization.matmul import Matrix, column_unit
 from ..quantization.packed_weight import PackedWeight, QuantLinear
 from ..runtime.callbacks import nothing
 
@@ -105,30 +104,17 @@ def matrices(
             continue
         name = f"{layer}.weight"
         rows, columns = checkpoint.shapes[name]
-        shard = shards.get(layer)
-        heights = (rows,) if shard is None else shard.heights
-        edges = () if shard is None else shard.edges
+        whole = Shard(outputs=(), inputs=(), heights=(rows,))
+        shard = shards.get(layer, whole)
         own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
         of_parameter[name] = Matrix(
             format=quantization.format,
             settings=quantization.settings,
-            rows=heights,
-            edges=edges or (0, columns),
+            rows=shard.heights,
+            edges=shard.edges or (0, columns),
             dtype=own,
         )
     return of_parameter
-
-
-def choices(
-    checkpoint: "Checkpoint",
-    shards: Mapping[str, Shard],
-    mode: str,
-    device: torch.device,
-    capability: Capability | None,
-) -> dict[str, MatmulChoice]:
-    """Return quantized parameter -> how it multiplies; arguments as in matrices and choose_all.
-    Raises UnsupportedError."""
-    return choose_all(checkpoint.name, matrices(checkpoint, shards), mode, device, capability)
 
 
 def column_units(checkpoint: "Checkpoint") -> dict[str, int]:
