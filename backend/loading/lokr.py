@@ -47,26 +47,27 @@ class LoKr(Adapter):
         inner = self._kept_inner
         return outer * blocks + (inner * (height + width) if inner else height * width)
 
-    def kronecker(self, rows: Spans, columns: Spans, device: torch.device, dtype: torch.dtype) -> Kronecker:
-        """Return these rows and columns as a Kronecker product of strength 1, before alpha, of what the file
-        has, or of w2 itself where that is smaller than its factors."""
-        return self._kronecker(self._factor("lokr_w1", device), rows, columns, device, dtype)
-
-    def _kronecker(
-        self, w1: Tensor, rows: Spans, columns: Spans, device: torch.device, dtype: torch.dtype
+    def kronecker(
+        self,
+        rows: Spans,
+        columns: Spans,
+        device: torch.device,
+        dtype: torch.dtype,
+        w1: Tensor | None = None,
     ) -> Kronecker:
+        """Return these rows and columns as a Kronecker product of strength 1, before alpha, of what the file
+        has, or of w2 itself where that is smaller than its factors. ``w1``: if it was read before."""
         row_cut, column_cut = self._cuts(rows, columns)
+        w1 = self._factor("lokr_w1", device) if w1 is None else w1
         left = cut(w1, _spans(row_cut.blocks), _spans(column_cut.blocks))
         inner_rows, inner_columns = _spans(row_cut.inner), _spans(column_cut.inner)
         if self._kept_inner:
             up = self._read("lokr_w2_a", device, rows=inner_rows)
             right = up, self._read("lokr_w2_b", device, columns=inner_columns)
         else:
-            right = (self._w2(inner_rows, inner_columns, device),)
-        tensors = [each.to(dtype) for each in right]
-        return Kronecker(
-            left.to(dtype), tuple(tensors), strength=1.0, rows=row_cut.runs, columns=column_cut.runs
-        )
+            right = (self._factor("lokr_w2", device, inner_rows, inner_columns),)
+        right = tuple(each.to(dtype) for each in right)
+        return Kronecker(left.to(dtype), right, strength=1.0, rows=row_cut.runs, columns=column_cut.runs)
 
     @property
     def _kept_inner(self) -> int:
@@ -88,23 +89,19 @@ class LoKr(Adapter):
         if not runs:
             return torch.empty(0, sum(map(len, columns)), device=device)
         w1 = self._factor("lokr_w1", device)
-        products = (self._kronecker(w1, (run,), columns, device, torch.float32) for run in runs)
+        products = (self.kronecker((run,), columns, device, torch.float32, w1) for run in runs)
         return cat_or_same([product.difference() for product in products], 0)
-
-    def _w2(self, rows: Spans, columns: Spans, device: torch.device) -> Tensor:
-        if "lokr_w2" in self.keys:
-            return self._read("lokr_w2", device, rows, columns)
-        return self._read("lokr_w2_a", device, rows=rows) @ self._read("lokr_w2_b", device, columns=columns)
 
     def _factor_shape(self, name):
         if name in self.keys:
             return self.shape_of(name)
         return self.shape_of(f"{name}_a")[0], self.shape_of(f"{name}_b")[1]
 
-    def _factor(self, name, device):
+    def _factor(self, name, device, rows=None, columns=None):
+        """Compute rows and columns (None: all) of w1 or w2."""
         if name in self.keys:
-            return self._read(name, device)
-        return self._read(f"{name}_a", device) @ self._read(f"{name}_b", device)
+            return self._read(name, device, rows, columns)
+        return self._read(f"{name}_a", device, rows=rows) @ self._read(f"{name}_b", device, columns=columns)
 
 
 def _ranges(spans: Spans) -> list[range]:

@@ -3,7 +3,7 @@ out is gone to the last bit."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from itertools import count, groupby
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -74,8 +74,8 @@ class FusedWeights:
         self.targets = Targets(checkpoint.family.layout, shapes)
         self.stack: Stack = ()
         self._held: dict[str, Stack] = {}
-        #: (parameter, key of a change) -> rank of what is held of its adapter, once it was.
-        self._ranks: dict[tuple, int] = {}
+        #: Quantized parameter -> key of a low-rank change -> rank of what is held of it, once it was.
+        self._ranks: dict[str, dict[tuple, int]] = defaultdict(dict)
         #: (path, state of its file) -> the LoRA, the last one used last.
         self._opened: dict[tuple, Lora] = {}
 
@@ -107,10 +107,9 @@ class FusedWeights:
         matrices."""
         names = [[] for _ in stack]
         for name, changes in self._changes(stack).items():
-            adapters = [change.adapter for change in changes]
-            if name in self.packed and not are_products(adapters):
-                first = next(i for i in range(len(changes)) if not are_products(adapters[: i + 1]))
-                names[changes[first].lora].append(name)
+            first = next((change for change in changes if not are_products([change.adapter])), None)
+            if first is not None and name in self.packed:
+                names[first.lora].append(name)
         return [self._cost(Path(use.path).name, layers) for use, layers in zip(stack, names)]
 
     def _cost(self, file: str, names: list[str]) -> str:
@@ -137,15 +136,14 @@ class FusedWeights:
         held = [name for name in changes if name in self.owners or name in self.packed]
         wanted = {name: tuple(change.use for change in self._concerning(name, changes)) for name in held}
         changed = [name for name in {**self._held, **wanted} if self._held.get(name) != wanted.get(name)]
-
-        def together(name):
-            return self.targets.together[name].name
-
+        of_tensor = defaultdict(list)
+        for name in changed:
+            of_tensor[self.targets.together[name].name].append(name)
         if changed:
             fsdp.reshard(self.checkpoint.transformer)
         try:
-            for _, names in groupby(sorted(changed, key=together), key=together):
-                self._put(list(names), changes)
+            for names in of_tensor.values():
+                self._put(names, changes)
         except BaseException:  # out of memory, a file that is gone: nothing is known of those that change
             self._forget(changed)
             raise
@@ -169,13 +167,9 @@ class FusedWeights:
         size = LoraBytes()
         for name, changes in changes_of.items():
             if name in quantized_names:
-                ranks = self._held_ranks(name, changes)
-                size = size.and_of(added_bytes(changes, self._matrix_shard(name, cuts), dtype, ranks))
+                shard = self._matrix_shard(name, cuts)
+                size = size.and_of(added_bytes(changes, shard, dtype, self._ranks[name]))
         return size
-
-    def _held_ranks(self, name: str, changes: list[LoraChange]) -> dict[tuple, int]:
-        """Return key -> rank of the low-rank changes that were next to a quantized weight before."""
-        return {each.key: self._ranks[name, each.key] for each in changes if (name, each.key) in self._ranks}
 
     def held_adapter_bytes(self) -> int:
         """Count the bytes of LoRAs that are next to quantized weights now. No file is opened."""
@@ -304,7 +298,7 @@ class FusedWeights:
         for change in own:
             held = added.adapters.get(change.key) or added.adapters.get(change.scaled_key)
             if isinstance(held, LowRank):
-                self._ranks[name, change.key] = held.up.shape[1]
+                self._ranks[name][change.key] = held.up.shape[1]
         weight.set_adapters(added.adapters, row_scale=added.row_scale, column_scale=added.column_scale)
 
     def _matrix_shard(self, name: str, cuts: Mapping[str, Shard]) -> MatrixShard:

@@ -13,11 +13,9 @@ from ..quantization.added_products import AddedProduct, LowRank, scaled
 from ..quantization.lora_bytes import LoraBytes
 from .adapters import Adapter, Factored, Spans, is_low_rank
 from .lokr import LoKr
+from .lora_file_bytes import SCALE
 from .lora_keys import LoraUse
 from .lora_targets import Target
-
-#: Bytes of a factor of a row or column, in float32.
-SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +118,7 @@ def added_bytes(
             continue
         assert isinstance(adapter, Factored), "checked by are_products"
         factors += (factor_ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
-    size = factors * dtype.itemsize + scales * SCALE_BYTES
+    size = factors * dtype.itemsize + scales * SCALE
     return LoraBytes(factors=size, copies=0, uncut=uncut * dtype.itemsize)
 
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from ..models.key_layout import Layout, Shapes
 from .adapters import MatrixShape
@@ -133,11 +134,8 @@ def _fused(shapes: Shapes) -> list[Target]:
             widths = {width for _, width in matrices.values()}
             if key in shapes or len(matrices) < len(ends) or len(widths) > 1:
                 continue
-            pieces = {}
-            row = 0
-            for name, (height, _) in matrices.items():
-                pieces[name] = Source(key, row, row + height)
-                row += height
+            edges = accumulate((height for height, _ in matrices.values()), initial=0)
+            pieces = {name: Source(key, *rows) for name, rows in zip(matrices, pairwise(edges))}
             targets.append(_stack(key, pieces, shapes))
     return targets
 
