@@ -299,7 +299,7 @@ class FusedWeights:
             held = added.adapters.get(change.key) or added.adapters.get(change.scaled_key)
             if isinstance(held, LowRank):
                 self._ranks[name][change.key] = held.up.shape[1]
-        weight.set_adapters(added.adapters, row_scale=added.row_scale, column_scale=added.column_scale)
+        weight.set_adapters(added.adapters, scales=added.scales)
 
     def _matrix_shard(self, name: str, cuts: Mapping[str, Shard]) -> MatrixShard:
         return MatrixShard(name, *self._spans(name, cuts), *matrix(self.checkpoint.shapes[name]))

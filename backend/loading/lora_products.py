@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.sequence import Span
-from ..quantization.added_products import AddedProduct, LowRank, scaled
+from ..quantization.added_products import AddedProduct, LowRank, Scales, scaled
 from ..quantization.lora_bytes import LoraBytes
 from .adapters import Adapter, Factored, Spans, is_low_rank
 from .lokr import LoKr
@@ -60,11 +60,10 @@ class MatrixShard(NamedTuple):
 
 
 class HeldProducts(NamedTuple):
-    """Adapters next to a weight by key, and what its rows and columns are multiplied by."""
+    """Adapters next to a weight by key, and the weight's own scales."""
 
     adapters: dict[Hashable, AddedProduct]
-    row_scale: Tensor | None = None
-    column_scale: Tensor | None = None
+    scales: Scales = Scales()
 
 
 def is_kronecker(adapter: Adapter) -> TypeGuard[LoKr]:
@@ -127,18 +126,16 @@ def product_of(
     shard: MatrixShard,
     device: torch.device,
     dtype: torch.dtype,
-    row_scale: Tensor | None = None,
-    column_scale: Tensor | None = None,
+    scales: Scales,
 ) -> AddedProduct:
-    """Return what a change adds to a weight, held in ``dtype``. row_scale, column_scale: what its rows and
-    columns are multiplied by (magnitudes), in float32."""
+    """Return what a change adds to a weight, held in ``dtype``; ``scales``: by its magnitudes."""
     where = shard.stored_rows(change)
     if is_kronecker(change.adapter):
         bare = change.adapter.kronecker(where, shard.columns, device, dtype)
-        return replace(bare, strength=change.strength, row_scale=row_scale, column_scale=column_scale)
+        return replace(bare, strength=change.strength, scales=scales)
     assert isinstance(change.adapter, Factored), "checked by are_products"
     up, down = change.adapter.factors(where, shard.columns, device)
-    up, down = without_unused(scaled(up, row_scale, None), scaled(down, None, column_scale))
+    up, down = without_unused(scaled(up, scales.rows, None), scaled(down, None, scales.columns))
     return LowRank(up.to(dtype), down.to(dtype), strength=change.strength)
 
 
@@ -153,7 +150,7 @@ def plain(
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes:
         if change.key not in known:
-            known[change.key] = product_of(change, shard, device, dtype)
+            known[change.key] = product_of(change, shard, device, dtype, Scales())
         before = adapters.get(change.key)
         strength = change.strength + (before.strength if before else 0.0)
         adapters[change.key] = replace(known[change.key], strength=strength)

@@ -9,14 +9,13 @@ products of their own, with factors for their rows and their columns.
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
-from ..quantization.added_products import AddedProduct, scaled
+from ..quantization.added_products import AddedProduct, Scales, scaled
 from .adapters import Spans, cut
 from .checkpoint import Checkpoint
 from .lora_file_bytes import matrix
@@ -34,21 +33,6 @@ from .lora_products import (
 EPSILON = torch.finfo(torch.float32).eps
 #: Most values of a weight that are followed at a time: 16 MB, of which there are a few with a change.
 MAX_VALUES = 1 << 22
-
-
-class Scales(NamedTuple):
-    """Factors of rows, and of columns; None: 1."""
-
-    rows: Tensor | None = None
-    columns: Tensor | None = None
-
-    def times(self, other: "Scales") -> "Scales":
-        """Return the factors of both, one after the other."""
-        return Scales(*(_product(one, two) for one, two in zip(self, other)))
-
-    def cut(self, rows: Spans | None, columns: Spans | None) -> "Scales":
-        """Return those of some rows and columns (None: of all)."""
-        return Scales(*(_cut(each, spans) for each, spans in zip(self, (rows, columns))))
 
 
 #: Factors of the stored weight (None) and of changes, by their order.
@@ -134,7 +118,7 @@ class FollowedWeight:
         for change in self.changes:
             ratio = Scales(row_ratios.get(change.order), self.column_ratios.get(change.order))
             of_earlier = [None if each is None else 1 + change.use.strength * (each - 1) for each in ratio]
-            found = {order: each.times(Scales(*of_earlier)) for order, each in found.items()}
+            found = {order: Scales(*map(_product, each, of_earlier)) for order, each in found.items()}
             found[change.order] = ratio
         return found
 
@@ -174,7 +158,8 @@ def weight_scales(
     found = {}
     for name, (rows, columns) in spans.items():
         own = rows if all_rows else None, columns if all_columns else None
-        found[name] = {order: each.cut(*own) for order, each in followed[name].scales().items()}
+        own_scales = followed[name].scales()
+        found[name] = {order: Scales(*map(_cut, each, own)) for order, each in own_scales.items()}
     return found
 
 
@@ -197,9 +182,9 @@ def with_magnitudes(
     last = first_unscaled(change.adapter for change in changes)
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes[:last]:
-        adapters[change.scaled_key] = product_of(change, shard, device, dtype, *scales[change.order])
+        adapters[change.scaled_key] = product_of(change, shard, device, dtype, scales[change.order])
     rest = plain(changes[last:], shard, device, dtype, {})
-    return HeldProducts(adapters | rest.adapters, *scales[None])
+    return HeldProducts(adapters | rest.adapters, scales[None])
 
 
 def _product(one: Tensor | None, two: Tensor | None) -> Tensor | None:

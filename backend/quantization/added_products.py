@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,21 @@ from .packed import columns_of
 #: Most tokens that a Kronecker product multiplies at a time: between its matrices, and where it is cut, it
 #: makes tensors as wide as its inputs or its outputs.
 MAX_TOKENS = 4096
+
+
+class Scales(NamedTuple):
+    """Float32 factors of a matrix's rows, and of its columns (DoRA); None: 1."""
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [each for each in self if each is not None]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Scales":
+        """Return what ``fn`` makes of each."""
+        return Scales(*(None if each is None else fn(each) for each in self))
 
 
 @dataclass
@@ -84,27 +100,24 @@ def cut_blocks(wanted: Sequence[range], size: int) -> BlockCut:
 @dataclass
 class Kronecker:
     """``strength`` x the Kronecker product of ``left`` and of the product of ``right`` (one matrix, or two),
-    next to a weight. rows, columns: runs of its rows and columns that the weight has; None: all. row_scale,
-    column_scale: what those are multiplied by (DoRA), in float32."""
+    next to a weight. rows, columns: runs of its rows and columns that the weight has; None: all. scales: of
+    those."""
 
     left: Tensor
     right: tuple[Tensor, ...]
     strength: float
     rows: tuple[range, ...] | None = None
     columns: tuple[range, ...] | None = None
-    row_scale: Tensor | None = None
-    column_scale: Tensor | None = None
+    scales: Scales = Scales()
 
     @property
     def tensors(self) -> list[Tensor]:
-        scales = (self.row_scale, self.column_scale)
-        return [self.left, *self.right, *(each for each in scales if each is not None)]
+        return [self.left, *self.right, *self.scales.tensors]
 
     def move(self, fn: Callable[[Tensor], Tensor]):
         """Replace what it holds, as nn.Module._apply does."""
         self.left, self.right = fn(self.left), tuple(map(fn, self.right))
-        self.row_scale = None if self.row_scale is None else fn(self.row_scale)
-        self.column_scale = None if self.column_scale is None else fn(self.column_scale)
+        self.scales = self.scales.map(fn)
 
     def difference(self) -> Tensor:
         """Return what it adds to the weight, as a whole, in float32."""
@@ -113,7 +126,7 @@ class Kronecker:
         found = torch.kron(first, inner.contiguous()) if self.columns is None else self._cut(first, inner)
         if self.rows is not None:
             found = torch.cat([found[run.start : run.stop] for run in self.rows])
-        found = scaled(found, self.row_scale, self.column_scale)
+        found = scaled(found, *self.scales)
         return found if self.strength == 1 else found.mul_(self.strength)
 
     def _cut(self, first: Tensor, second: Tensor) -> Tensor:
@@ -136,16 +149,16 @@ class Kronecker:
 
     def _add_to_rows(self, rows: Tensor, x: Tensor):
         """Add the product with ``x`` (tokens, columns) to ``rows`` (tokens, rows)."""
-        x = scaled(x, None, self.column_scale)
-        if self.rows is None and self.row_scale is None and rows.is_contiguous():
+        x = scaled(x, None, self.scales.columns)
+        if self.rows is None and self.scales.rows is None and rows.is_contiguous():
             self._add_blocks(rows, self._blocks_of(x))
             return
         height, width = len(self.left), len(self.right[0])
         whole = rows.new_zeros(len(rows), height * width)
         self._add_blocks(whole, self._blocks_of(x))
         own = whole if self.rows is None else columns_of(whole, self.rows)
-        if self.row_scale is not None:
-            own *= self.row_scale
+        if self.scales.rows is not None:
+            own *= self.scales.rows
         rows += own
 
     def _blocks_of(self, x: Tensor) -> Tensor:

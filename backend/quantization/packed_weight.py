@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import reason
 from ..hardware.device_memory import is_out_of_memory
 from ..runtime.opaque_ops import opaque
-from .added_products import AddedProduct, LowRank, at_strengths, concatenated, divide, scaled
+from .added_products import AddedProduct, LowRank, Scales, at_strengths, concatenated, divide, scaled
 from .formats import ONE_BYTE, SCALED_AFTER, Effort, effort_of
 from .kernels import Kernel, MatmulChoice, MaxOverRanks, float8, int8, int8_multiplier, mxfp8, nvfp4
 from .packed import Packed
@@ -27,11 +27,10 @@ class PackedWeight(nn.Module):
     """A quantized matrix as a linear layer's ``weight``; what its file stores are its parameters.
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
-    the products, by key. row_scale, column_scale: float32 factors of the stored weight's rows and columns
-    (DoRA). whole: the weight in ``dtype`` with adapters of other kinds in it, next to the stored one. buffer:
-    memory of its own in which the weight stays dequantized (dequantize_once.py). divided: which of the
-    layer's tokens ranks divide (LayerTokens.divided); max_over_token_ranks: compares largest values over
-    these ranks (parallel/token_scales.py).
+    the products, by key. scales: of the stored weight (DoRA). whole: the weight in ``dtype`` with adapters of
+    other kinds in it, next to the stored one. buffer: memory of its own in which the weight stays dequantized
+    (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
+    max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
     """
 
     def __init__(
@@ -47,8 +46,7 @@ class PackedWeight(nn.Module):
         self.shape = torch.Size(packed.shape)
         self._scale = _one_scale(packed) if dtype in SCALED_AFTER else None
         self.adapters: dict[Hashable, AddedProduct] = {}
-        self.row_scale: Tensor | None = None
-        self.column_scale: Tensor | None = None
+        self.scales = Scales()
         self._joined: LowRank | None = None
         self.whole: Tensor | None = None
         self.buffer: Tensor | None = None
@@ -82,8 +80,7 @@ class PackedWeight(nn.Module):
         self,
         adapters: Mapping[Hashable, AddedProduct],
         whole: Tensor | None = None,
-        row_scale: Tensor | None = None,
-        column_scale: Tensor | None = None,
+        scales: Scales | None = None,
     ):
         """Have these adapters added to the products, or multiply by ``whole`` instead."""
         parts = _low_rank(adapters)
@@ -91,15 +88,13 @@ class PackedWeight(nn.Module):
             self._joined = at_strengths(self._joined, list(parts.values()))
         else:
             self._joined = concatenated(list(parts.values()))
-        self.adapters, self.whole = dict(adapters), whole
-        self.row_scale, self.column_scale = row_scale, column_scale
+        self.adapters, self.whole, self.scales = dict(adapters), whole, scales or Scales()
 
     @property
     def added_tensors(self) -> list[Tensor]:
         """What is next to the stored weight: of its adapters, or the weight as a whole."""
         of_adapters = [tensor for each in self.adapters.values() for tensor in each.tensors]
-        others = (self.row_scale, self.column_scale, self.whole)
-        return of_adapters + [each for each in others if each is not None]
+        return of_adapters + self.scales.tensors + ([] if self.whole is None else [self.whole])
 
     @property
     def format_name(self) -> str:
@@ -126,7 +121,7 @@ class PackedWeight(nn.Module):
     def effective(self) -> Tensor:
         """Return the weight with the adapters in it, in memory of its own."""
         weight = self.packed.dequantize(self.dtype) if self.whole is None else self.whole
-        weight = scaled(weight, self.row_scale, self.column_scale)
+        weight = scaled(weight, *self.scales)
         for adapter in self.adapters.values():
             weight = weight + adapter.difference()
         return weight.to(self.dtype)
@@ -140,15 +135,14 @@ class PackedWeight(nn.Module):
         for each in self.adapters.values():
             if not isinstance(each, LowRank):
                 each.move(fn)
-        self.row_scale = None if self.row_scale is None else fn(self.row_scale)
-        self.column_scale = None if self.column_scale is None else fn(self.column_scale)
+        self.scales = self.scales.map(fn)
         self.whole = None if self.whole is None else fn(self.whole)
         return super()._apply(fn, recurse)
 
     def linear(self, x: Tensor, bias: Tensor | None, max_over_ranks: MaxOverRanks | None = None) -> Tensor:
         """Return x W^T + bias, (..., rows). ``max_over_ranks``: where columns are cut over ranks."""
-        within = bias if self.row_scale is None else None
-        inputs = scaled(x, None, self.column_scale)
+        within = bias if self.scales.rows is None else None
+        inputs = scaled(x, None, self.scales.columns)
         if self.whole is not None:
             out = F.linear(inputs, self.whole, within)
         elif self.choice.kernel is not None and x.numel():
@@ -164,8 +158,8 @@ class PackedWeight(nn.Module):
 
     def _adapt(self, out: Tensor, x: Tensor):
         """Turn the product of ``x`` with the stored weight into that with the adapters, in place."""
-        if self.row_scale is not None:
-            out *= self.row_scale
+        if self.scales.rows is not None:
+            out *= self.scales.rows
         if self._joined is not None:
             self._joined.add_to(out, x)
         for each in self.adapters.values():
@@ -181,11 +175,13 @@ class PackedWeight(nn.Module):
             plain, factor = self._unscaled()
         native = None
         if plain is None and self.choice.kernel is int8:
-            native = int8_multiplier(self._smoothed(scaled(x, None, self.column_scale)), self, max_over_ranks)
+            native = int8_multiplier(
+                self._smoothed(scaled(x, None, self.scales.columns)), self, max_over_ranks
+            )
 
         def multiply(rows: slice, out: Tensor):
             if plain is not None:
-                inputs = scaled(x[rows], None, self.column_scale)
+                inputs = scaled(x[rows], None, self.scales.columns)
                 torch.addmm(out, inputs, plain.t(), beta=0, alpha=factor, out=out)
             elif native is None:
                 out.copy_(self.linear(x[rows], None))

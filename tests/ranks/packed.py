@@ -137,7 +137,7 @@ def beside(engine: Engine) -> int:
     """Bytes of what is beside quantized matrices on this rank."""
     packed = engine.models["tiny"].weights.packed.values()
     found = [x for weight in packed for each in weight.adapters.values() for x in each.tensors]
-    scales = [x for weight in packed for x in (weight.row_scale, weight.column_scale)]
+    scales = [x for weight in packed for x in weight.scales]
     found += [x for x in (*scales, *(weight.whole for weight in packed)) if x is not None]
     return sum(x.nbytes for x in found)
 

@@ -16,7 +16,7 @@ from backend.loading.lora_file_bytes import _held
 from backend.loading.lora_products import are_products
 from backend.loading.safetensors_files import TensorFiles
 from backend.parallel.sequence import Span
-from backend.quantization.added_products import MAX_TOKENS, AddedProduct, LowRank
+from backend.quantization.added_products import MAX_TOKENS, AddedProduct, LowRank, Scales
 from backend.quantization.formats import PLAIN_FLOAT8
 from backend.quantization.lora_bytes import LoraBytes
 from backend.quantization.packed import Packed
@@ -141,8 +141,7 @@ def test_rows_and_columns_of_a_kronecker_product_are_scaled(scales, spans, tmp_p
     found = adapter(tmp_path, LOKR["full"][0]).kronecker(*SPANS[spans], CPU, torch.float32)
     bare = found.difference()
     rows, columns = randn(len(bare), seed=1), randn(bare.shape[1], seed=2)
-    found.row_scale = rows if scales != "columns" else None
-    found.column_scale = columns if scales != "rows" else None
+    found.scales = Scales(rows if scales != "columns" else None, columns if scales != "rows" else None)
     wanted = bare * (rows.unsqueeze(1) if scales != "columns" else 1) * (columns if scales != "rows" else 1)
     count = (scales != "columns") + (scales != "rows")
     for _ in range(2):
@@ -197,7 +196,7 @@ def test_all_kinds_are_added_to_one_product(tmp_path):
     columns = randn(COLUMNS, seed=4)
     wanted = scale.unsqueeze(1) * stored * columns + sum(each.difference() for each in (*lora, kronecker))
     adapters: dict[Hashable, AddedProduct] = {"a": lora[0], "b": kronecker, "c": lora[1]}
-    weight.set_adapters(adapters, row_scale=scale, column_scale=columns)
+    weight.set_adapters(adapters, scales=Scales(scale, columns))
     for _ in range(2):
         assert relative(weight.effective(), wanted) <= 1e-6
         assert relative(weight.linear(x, bias), x @ wanted.T + bias) <= 1e-6

@@ -72,9 +72,9 @@ def added(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
     """Return what the adapters of a weight add to its product with ``x``: next to what it is added to, too
     little to be seen."""
     out = torch.zeros(len(x), weight.shape[0], dtype=weight.dtype)
-    scales, weight.row_scale = weight.row_scale, None
+    scales, weight.scales = weight.scales, weight.scales._replace(rows=None)
     weight._adapt(out, x.to(weight.dtype))
-    weight.row_scale = scales
+    weight.scales = scales
     return out.float()
 
 

@@ -225,7 +225,7 @@ def test_magnitudes_of_columns_are_planned_for_each_parameter(kind, tmp_path):
     assert planned.factors == model.whole_lora_bytes(stack).factors
     model.weights.fuse(stack)
     held = [weight for weight in model.weights.packed.values() if weight.adapters]
-    found = [weight.column_scale for weight in held]
+    found = [weight.scales.columns for weight in held]
     assert len(found) == 3 and all(each is not None and each.shape == (256,) for each in found)
 
 
@@ -264,9 +264,9 @@ def test_kinds_that_are_held(tmp_path):
     assert len(held) == 5  # queries, keys and values apart
     for weight in held:
         assert [type(each) for each in weight.adapters.values()] == [LowRank, LowRank, Kronecker]
-        assert weight.row_scale is not None and [*weight.adapters.values()][2].strength == 1.0
+        assert weight.scales.rows is not None and [*weight.adapters.values()][2].strength == 1.0
     weights.fuse(lora_stack([[str(files[name]), 0.5] for name in ("lokr", "lokr of columns", "lokr")]))
     for weight in held:
-        assert weight.row_scale is None and weight.column_scale is not None
+        assert weight.scales.rows is None and weight.scales.columns is not None
         kronecker = [each for each in weight.adapters.values() if isinstance(each, Kronecker)]
-        assert [each.column_scale is not None for each in kronecker] == [True, True, False]
+        assert [each.scales.columns is not None for each in kronecker] == [True, True, False]

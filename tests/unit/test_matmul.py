@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from live_memory import LiveMemory
 
 from backend.quantization import kernels, matmul
-from backend.quantization.added_products import LowRank
+from backend.quantization.added_products import LowRank, Scales
 from backend.quantization.formats import FORMATS, hadamard
 from backend.quantization.kernels import MatmulChoice
 from backend.quantization.packed import Packed
@@ -140,7 +140,7 @@ def test_inputs_are_quantized_after_magnitudes_of_columns(kitchen, kind):
     x, rows, columns = numbers(20, COLUMNS, seed=1), torch.linspace(0.5, 2, ROWS), torch.rand(COLUMNS) + 0.5
     quantized = theirs(kind, numbers(ROWS, COLUMNS, seed=3))
     weight = ours(kind, quantized, x.dtype)
-    weight.set_adapters({}, row_scale=rows, column_scale=columns)
+    weight.set_adapters({}, scales=Scales(rows, columns))
     wanted = (product(kind, x * columns, quantized, None).float() * rows).to(x.dtype)
     assert torch.equal(weight.linear(x, None), wanted)
 
@@ -155,7 +155,7 @@ def test_halves_of_the_tokens_are_multiplied_in_turn(kitchen, kind, native):
     if not native:
         weight.choice = MatmulChoice(None, "")
     lora = LowRank(numbers(ROWS, 4, seed=4), numbers(4, COLUMNS, seed=5), 0.5)
-    weight.set_adapters({"a lora": lora}, column_scale=torch.linspace(0.5, 2, COLUMNS))
+    weight.set_adapters({"a lora": lora}, scales=Scales(columns=torch.linspace(0.5, 2, COLUMNS)))
     assert can_multiply_in_chunks(weight) == (not native or kind != "nvfp4")
     if can_multiply_in_chunks(weight):
         out, compared = torch.empty(22, ROWS), []

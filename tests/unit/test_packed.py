@@ -135,7 +135,7 @@ def counted_is_held(engine: Engine, loras: list):
     model, stack = engine.models["tiny"], lora_stack(loras)
     weights = packed_weights(engine).values()
     held = [x for w in weights for a in w.adapters.values() for x in a.tensors]
-    held += [x for w in weights for x in (w.whole, w.row_scale, w.column_scale) if x is not None]
+    held += [x for w in weights for x in (w.whole, *w.scales) if x is not None]
     assert model.weights.stack == stack
     assert model.lora_bytes(stack) == model.whole_lora_bytes(stack).total == sum(x.nbytes for x in held) > 0
     assert model.held_lora_bytes == model.lora_bytes(stack)
