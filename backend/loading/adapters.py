@@ -252,8 +252,7 @@ class Difference(Adapter):
 
 def is_low_rank(adapter: Adapter) -> TypeGuard[Factored]:
     """Return whether a product of two small matrices is all that is added, to rows or columns that may be
-    scaled. The same on all ranks, whatever they hold: native products that compare values over ranks wait for
-    each other."""
+    scaled. The same on all ranks: native products that compare values over ranks wait for each other."""
     if not isinstance(adapter, Factored):
         return False
     rows, columns = adapter.shape
@@ -266,8 +265,7 @@ def cut(whole: Tensor, rows: Spans | None, columns: Spans | None) -> Tensor:
 
 
 def _copied(stored: Tensor, device: torch.device) -> Tensor:
-    """Copy to ``device`` in float32: what a mapped file stores travels, and nothing stays in
-    the file, which may be overwritten."""
+    """Copy to ``device`` as stored, then to float32: nothing stays in the file, which may be overwritten."""
     return upload(stored, device).to(torch.float32, copy=True)
 
 

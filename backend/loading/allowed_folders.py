@@ -9,8 +9,7 @@ from ..errors import UnsupportedError, quoted, reason, some
 
 @dataclass(frozen=True)
 class Folders:
-    """The folders below which clients may load files. ``roots``: absolute paths; None: no limit (a backend
-    started by hand)."""
+    """Folders (absolute paths) below which clients may load files; None: no limit (started by hand)."""
 
     roots: tuple[str, ...] | None = None
 

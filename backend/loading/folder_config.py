@@ -33,8 +33,7 @@ def transformer_class(folder: Path, config: dict) -> type:
 
 
 def with_defaults(cls: type, config: dict) -> dict:
-    """Return ``config`` without private entries, and with the class's defaults: older folders lack arguments
-    that came later."""
+    """Return ``config`` without private entries, and with the class's defaults, which older folders lack."""
     parameters = inspect.signature(cls.__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | {key: value for key, value in config.items() if not key.startswith("_")}

@@ -80,8 +80,7 @@ class FusedWeights:
         self._opened: dict[tuple, Lora] = {}
 
     def open(self, stack: Stack) -> list[Lora]:
-        """Open the LoRAs of a stack, reading the headers of files that have changed. Raises
-        UnsupportedError."""
+        """Open the LoRAs of a stack, reading headers of files that changed. Raises UnsupportedError."""
         loras = [self._open(use.path) for use in stack]
         for oldest in list(self._opened)[: -max(OPENED, len(stack))]:
             del self._opened[oldest]
@@ -103,8 +102,7 @@ class FusedWeights:
 
     def _costs(self, stack: Stack) -> list[str]:
         """Say for each LoRA what it costs next to quantized weights; empty where that is little. A layer is
-        held a second time, in its dtype, from the first LoRA whose changes are no products of small
-        matrices."""
+        held a second time from the first LoRA whose changes are no products of small matrices."""
         names = [[] for _ in stack]
         for name, changes in self._changes(stack).items():
             first = next((change for change in changes if not are_products([change.adapter])), None)
@@ -194,8 +192,7 @@ class FusedWeights:
         return sorted(concerning, key=lambda change: change.order)
 
     def _dependent(self, name: str, changes: LoraChanges) -> list[str]:
-        """Return the parameters of the same tensor, in the single file or in a file of changes: each one's
-        value may depend on those of all others."""
+        """Return the parameters of one tensor of the single file or a LoRA: values may depend on them all."""
         names = list(self.targets.together[name].pieces)
         for each in names:  # which grows
             for change in changes.get(each, ()):

@@ -41,8 +41,7 @@ MAX_STRENGTH = 1_000_000
 
 
 class MisfitError(UnsupportedError):
-    """An adapter that is not added; where half or more are so, the file is refused. ``short``: it and why, in
-    words."""
+    """An adapter that does not fit; a file with half or more of such is refused. ``short``: it and why."""
 
     def __init__(self, short: str, message: str):
         self.short = short
@@ -81,8 +80,7 @@ class Lora:
 
     @property
     def warning(self) -> str:
-        """Say which keys are unmatched, what is left out and which alpha is not read; empty where there are
-        none."""
+        """Say which keys are unmatched, what is left out and which alpha is not read; empty: none."""
         of = f"of the LoRA {Path(self.path).name} were not loaded"
         sentences = []
         if self.unknown:

@@ -67,8 +67,7 @@ class HeldProducts(NamedTuple):
 
 
 def is_kronecker(adapter: Adapter) -> TypeGuard[LoKr]:
-    """Return whether nothing but a small Kronecker product is added, to rows or columns that may be
-    scaled."""
+    """Return whether only a small Kronecker product is added, to rows or columns that may be scaled."""
     return isinstance(adapter, LoKr) and adapter.is_small
 
 
@@ -95,8 +94,7 @@ def past_last(flags: Iterable[bool]) -> int:
 def added_bytes(
     changes: Sequence[LoraChange], shard: MatrixShard, dtype: torch.dtype, factor_ranks: Mapping[tuple, int]
 ) -> LoraBytes:
-    """Count what changes of a weight take next to it. ``factor_ranks``: key -> rank of the low-rank products
-    that were held before."""
+    """Count what changes take next to a weight; ``factor_ranks``: key -> rank of what was held before."""
     rows, columns = (sum(map(len, spans)) for spans in (shard.rows, shard.columns))
     adapters = [change.adapter for change in changes]
     if not are_products(adapters):

@@ -16,16 +16,14 @@ HEADER_BYTES = 1 << 20
 
 
 def model_key(message: Load) -> str:
-    """Name what a Load loads, by its fields and the files' state; rank 0's is that of all ranks, as
-    other machines have other inodes."""
+    """Name what a Load loads by its fields and files. All ranks take rank 0's: inodes differ by machine."""
     path = Path(message.path).resolve()
     what = [str(path), message.weight_dtype, message.matmul, _stamps(path)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def check_unchanged(message: Load, before: str):
-    """Refuse a model whose key was ``before`` when this rank began to read it, and is another one now. Raises
-    UnsupportedError."""
+    """Refuse a model whose key was ``before``, and is another one now. Raises UnsupportedError."""
     if model_key(message) != before:
         name = quoted(Path(message.path).name)
         raise UnsupportedError(f"{name} was changed while it was read; load it again when it is complete")
@@ -49,8 +47,7 @@ def content_key(path: str) -> str:
 
 
 def check_same(path: str, own: str, first: str):
-    """Refuse a model whose ``content_key`` is another here than on rank 0's machine. Raises
-    UnsupportedError."""
+    """Refuse a model whose ``content_key`` here is not rank 0's. Raises UnsupportedError."""
     # what cannot be read here is refused by the load itself, with its reason
     if own and own != first:
         name = quoted(Path(path).name)

@@ -23,8 +23,7 @@ from .safetensors_files import StoredSize, Weights
 
 @dataclass(frozen=True)
 class Source:
-    """Rows lo..hi of the file's tensor ``key`` (hi None: all). swap: exchange their halves; shape: view it
-    so."""
+    """Rows lo..hi of the file's tensor ``key`` (hi None: all). swap: exchange halves; shape: view it so."""
 
     key: str
     lo: int = 0

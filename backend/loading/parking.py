@@ -48,8 +48,7 @@ class StoredCopies:
         return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
 
     def keep(self, modules: Iterable[nn.Module], but: Collection[int]):
-        """Keep what the modules' quantized weights hold now, where that is page locked; ``but``: ids of
-        parameters that stay on the host."""
+        """Keep what the modules' quantized weights hold, where it is page locked, but for these ids."""
         for weight in quantized(modules):
             if all(_is_page_locked(each) and id(each) not in but for each in weight.parameters()):
                 self._copies[weight] = [parameter.data for parameter in weight.parameters()]
@@ -77,9 +76,8 @@ def page_locked_bytes() -> int:
 
 @torch.inference_mode(False)  # parameters outlive the request that brings them back
 def to_host(modules: Iterable[nn.Module], pinned: bool = True, ranks: int | None = None):
-    """Move parameters and buffers to host memory, page locked (``pinned``) so that they come back at the
-    speed of the bus; those on the meta device and on the host stay. ``ranks``: how many do so now, all by
-    default."""
+    """Move parameters and buffers to host memory, page locked (``pinned``) to come back at the speed of the
+    bus. Those on the meta device and on the host stay. ``ranks``: how many do so now; None: all."""
     modules = list(modules)
     copies = COPIES.take(modules)
     stored = {id(parameter) for weight in quantized(modules) for parameter in weight.parameters()}

@@ -34,8 +34,7 @@ def open_checkpoint(
 
 
 def check_complete(checkpoint: Checkpoint):
-    """Refuse an unsupported variant, an incomplete file, and tensors that nothing would read now, on one
-    rank. Raises UnsupportedError."""
+    """Refuse an unsupported variant, an incomplete file and unread tensors. Raises UnsupportedError."""
     for name, (value, what) in checkpoint.family.build.only.items():
         stated = checkpoint.config.get(name, value)
         if (tuple(stated) if isinstance(stated, list) else stated or None) != (value or None):

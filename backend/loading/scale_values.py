@@ -31,8 +31,7 @@ def check_scales(checkpoint: Checkpoint):
 
 
 def _is_finite(files: QuantizedFiles, layer: QuantizedLayer, leaf: str) -> bool:
-    """Return whether every value of the scale is a number; those of one byte, millions of blocks, are looked
-    at as bits."""
+    """Return whether every value of the scale is a number. Scales of one byte, millions, are read as bits."""
     values = files.files.read(f"{layer.name}.{leaf}")
     if values.element_size() > 1 or not values.numel():
         return largest(values) < float("inf")

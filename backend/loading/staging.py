@@ -19,8 +19,7 @@ PIECE = 32 << 20
 
 
 class Staging:
-    """Two page-locked buffers that take turns, made by ``empty``; an ``event`` of each says when it may be
-    written again."""
+    """Two page-locked buffers that take turns; an ``event`` of each says when it may be written again."""
 
     def __init__(
         self,

@@ -223,8 +223,7 @@ def check_format(name: str, shapes: Shapes):
 
 
 def check_unread(name: str, family: Family, unread: Mapping[str, str]):
-    """Refuse ``unread`` tensors (the layout's name -> the file's) but for those that are known by a reason.
-    Raises UnsupportedError."""
+    """Refuse unread tensors (the layout's name -> the file's) of no known reason. Raises UnsupportedError."""
     allowed = (*ALWAYS_UNREAD, *family.layout.unread)
     rest = [key for ours, key in unread.items() if not matches(ours, allowed)]
     if rest:

@@ -65,8 +65,7 @@ class LowRank:
 @dataclass(frozen=True)
 class BlockCut:
     """Some rows, or columns, of a Kronecker product. blocks: runs of rows of the first matrix, one block of
-    the product each; inner: runs of rows of the second. runs: those of what they make that are meant; None:
-    all."""
+    the product each; inner: runs of rows of the second. runs: which rows of those blocks; None: all."""
 
     blocks: tuple[range, ...]
     inner: tuple[range, ...]
@@ -99,9 +98,8 @@ def cut_blocks(wanted: Sequence[range], size: int) -> BlockCut:
 
 @dataclass
 class Kronecker:
-    """``strength`` x the Kronecker product of ``left`` and of the product of ``right`` (one matrix, or two),
-    next to a weight. rows, columns: runs of its rows and columns that the weight has; None: all. scales: of
-    those."""
+    """``strength`` x the Kronecker product of ``left`` and of the product of ``right`` (one or two matrices),
+    next to a weight. rows, columns: runs of its own that the weight has; None: all. scales: of those."""
 
     left: Tensor
     right: tuple[Tensor, ...]
@@ -138,8 +136,7 @@ class Kronecker:
         return (ours * second[:, columns % width]).flatten(0, 1)
 
     def add_to(self, out: Tensor, x: Tensor):
-        """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time: what is made for
-        it does not grow with them."""
+        """Add the product with ``x`` to ``out`` (..., rows) in place, MAX_TOKENS at a time for memory."""
         if not (x.numel() and out.numel()):
             return
         rows = out.view(-1, out.shape[-1])
@@ -173,8 +170,7 @@ class Kronecker:
         return x.view(len(x), blocks, width)
 
     def _add_blocks(self, out: Tensor, x: Tensor):
-        """Add the product with ``x`` to ``out`` (tokens, all rows), first with the matrix after which less is
-        to be computed."""
+        """Add the product with ``x`` to ``out`` (tokens, all rows), in the order that computes less."""
         tokens, blocks, width = x.shape
         outer, rows = len(self.left), len(self.right[0])
         numbers = sum(each.numel() for each in self.right)
@@ -226,8 +222,7 @@ def at_strengths(together: LowRank, adapters: Sequence[LowRank]) -> LowRank:
 
 
 def scaled(x: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """Multiply rows and columns of ``x`` by float32 factors (None: by 1); round the product once to the type
-    of ``x``."""
+    """Multiply rows and columns of ``x`` by float32 factors (None: 1); round once to the type of ``x``."""
     if rows is None:
         # nothing in float32 is made of what may be a layer's whole input
         return x if columns is None else torch.mul(x, columns, out=torch.empty_like(x))

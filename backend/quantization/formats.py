@@ -171,8 +171,7 @@ def _setting(settings: Settings, name: str, default: int | None = None):
 
 
 def rotation(settings: Settings) -> int | None:
-    """Return the group size of an int8 layer's rotation (ConvRot); None where it was not rotated. Raises
-    UnsupportedError."""
+    """Return the group size of an int8 layer's rotation (ConvRot), or None. Raises UnsupportedError."""
     return rotation_size(settings) if _setting(settings, "convrot") else None
 
 

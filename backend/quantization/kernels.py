@@ -143,8 +143,7 @@ def _fuses(name: str) -> bool:
 
 
 def _may_fuse() -> bool:
-    """Return whether ranks may have kernels that this process, which is given no GPU, cannot find: it plans
-    for them."""
+    """Return whether ranks may have kernels that this process, which is given no GPU, cannot find."""
     return _cuda_version() >= CUDA and not torch.cuda.is_available()
 
 

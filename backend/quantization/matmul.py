@@ -70,15 +70,13 @@ class Matrix:
 
     @property
     def is_precise(self) -> bool:
-        """Return whether the file asks that inputs are not quantized, or stores the weight in full
-        precision."""
+        """Whether the file asks for inputs that are not quantized, or stores the weight in full precision."""
         asked = self.settings.get("full_precision_matrix_mult")
         return bool(asked) or self.settings.get("format") == "scaled plain"
 
 
 def column_unit(form: Format, settings: Settings) -> int:
-    """Return how many neighbouring columns of a quantized matrix must not be cut apart: its blocks, and what
-    its kernel multiplies at once."""
+    """Return how many neighbouring columns must not be cut apart: a block's, and a kernel's unit."""
     rule = RULES.get(str(settings.get("format")))
     return math.lcm(form.block(settings), rule.multiple if rule else 1)
 
@@ -148,8 +146,7 @@ def native_formats(dtype: torch.dtype, device: torch.device, capability: Capabil
 
 
 def why_not_native(rule: Rule, device: torch.device) -> str:
-    """Return why what is installed here has no kernel; empty where it has. On other machines it may be
-    another."""
+    """Return why what is installed on this machine has no kernel; empty where it has."""
     why = kernels.kitchen()[1]
     if not why and device.type != "cpu" and not has_torch(*rule.torch):
         why = f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch_version()} is installed"
@@ -233,8 +230,7 @@ def choose_all(
 
 
 def summary(transformer: nn.Module, held_bytes: Callable[[nn.Parameter], int]) -> list[dict]:
-    """Count a transformer's quantized layers by format and multiplication. ``held_bytes``: parameter -> bytes
-    on this rank."""
+    """Count quantized layers by format and multiplication; ``held_bytes``: of a parameter on this rank."""
     layers: Counter[tuple[str, str]] = Counter()
     stored: Counter[tuple[str, str]] = Counter()
     for weight in transformer.modules():

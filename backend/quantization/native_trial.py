@@ -88,8 +88,7 @@ def _refusal(kind: str, dtype: str, device: torch.device) -> str:
 
 @torch.inference_mode()
 def _error(weight: PackedWeight) -> float:
-    """Return the largest relative error of native products by a weight, against those by the dequantized
-    one."""
+    """Return the largest relative error of native products against those by the dequantized weight."""
     kernel = weight.choice.kernel
     assert kernel is not None, "given below"
     plain = weight.packed.dequantize(weight.dtype)
@@ -105,8 +104,7 @@ def _error(weight: PackedWeight) -> float:
 
 
 def examples(kind: str, dtype: torch.dtype, device: torch.device, size: int = SIZE) -> list[PackedWeight]:
-    """Return square weights of a format that multiply natively; of int8 a plain and a rotated one
-    (ConvRot)."""
+    """Return square weights of a format that multiply natively; of int8 a plain and a rotated one."""
     settings: list[dict] = [{"format": kind}]
     if kind == "int8_tensorwise":
         settings.append({**settings[0], "convrot": True, "convrot_groupsize": SIZE})

@@ -42,8 +42,7 @@ class Packed:
         return self.tensors["values"].device
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Compute the weight in ``dtype``, into ``out`` (of ``shape``) if given; of a large one some rows at
-        a time."""
+        """Compute the weight in ``dtype``, into ``out`` (of ``shape``) if given, some rows at a time."""
         rows, _ = self.shape
         step = rows_at_once(self.format, self.columns)
         if self.column_runs != (range(self.columns),):  # they are made as a whole before some are taken

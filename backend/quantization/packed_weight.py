@@ -205,9 +205,8 @@ class PackedWeight(nn.Module):
         return out.view(*x.shape[:-1], len(weight))
 
     def _unscaled(self) -> tuple[Tensor, float]:
-        """Return the weight, and what products with it are multiplied by: bytes under one scale are read
-        once, where to scale them would read and write them again, or take four times as long (int8, whose
-        product with a float a GPU casts one by one)."""
+        """Return the weight, and what products with it are multiplied by. Bytes under one scale are read
+        once; scaling them would move them twice more, or take four times as long (int8, cast one by one)."""
         factor = self.factor
         if factor is None:
             return self.dequantized(), 1.0
@@ -242,8 +241,7 @@ class PackedWeight(nn.Module):
         return x * self.get_parameter("smoothing").to(x.dtype)
 
     def dequantized(self, but: str = "") -> Tensor:
-        """Return the weight, without what is stored as ``but``: until another is dequantized, or in
-        buffer."""
+        """Return the weight without what is stored as ``but``, until another is dequantized, or in buffer."""
         if self.buffer is not None and self._buffered == but:
             return self.buffer
         packed = self.packed
@@ -280,8 +278,7 @@ def read_factors(module: nn.Module):
 
 
 def _one_scale(packed: Packed) -> Tensor | float | None:
-    """Return the scale of all values of a float8 or int8 weight, as it is on the GPU; None where there are
-    several, or none to read."""
+    """Return the one scale of a float8 or int8 weight, on its device; None where there is none."""
     scale = packed.tensors.get("scale")
     if scale is None or scale.numel() != 1 or scale.is_meta or packed.format.short not in ONE_BYTE:
         return None
