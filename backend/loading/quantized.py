@@ -9,13 +9,14 @@ from torch import Tensor
 from ..errors import UnsupportedError, quoted
 from ..models.key_layout import ALWAYS_UNREAD, Shapes
 from ..models.patterns import matches
-from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Quantization, scale_group
+from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Quantization
 from ..quantization.packed import Packed
 from .mapped_file import DTYPES
 from .quantized_layers import (
     BAD_CONVERSION,
     DESCRIPTIONS,
     INPUT_SCALES,
+    LEAVES,
     TILE_BLOCKS,
     TILE_ROWS,
     QuantizedLayer,
@@ -36,72 +37,50 @@ class LayerSlice:
 
     def read(self) -> dict[str, Tensor]:
         """Read what the file stores, by role (quantization/formats.py)."""
-        tensors = {"values": self._values()}
-        for leaf in self.layer.format.leaves:
-            if f"{self.layer.name}.{leaf}" in self.files.shapes:
-                role, read = READERS[leaf]
-                if leaf == "weight_scale" and self.layer.format.tiles:
-                    role = "block_scales"
-                    read = LayerSlice._block_scales
-                tensors[role] = read(self, leaf)
-        if self.layer.input_scale:
-            tensors["input_scale"] = self._scale(self.layer.input_scale)
-        return tensors
+        scales = {self.layer.leaf(leaf).role: self._scale(leaf) for leaf in self.layer.leaves}
+        return {"values": self._values(), **scales}
 
     def _values(self) -> Tensor:
         packed = self.layer.format.values_per_element
         whole = self.columns == range(self.layer.columns)
-        columns = ALL if whole else slice(self.columns.start // packed, self.columns.stop // packed)
+        columns = ALL if whole else self._groups(packed)
         rows = ALL if self.rows == range(self.layer.shape[0]) else slice(self.rows.start, self.rows.stop)
         return self.files.read(f"{self.layer.name}.weight", rows, columns, device=self.device)
 
-    def _scale(self, leaf: str) -> Tensor:
-        """Read one number (1), or one for each row (rows, 1, ...)."""
-        key = f"{self.layer.name}.{leaf}"
-        if self.files.shapes[key] and self.files.shapes[key][0] == self.layer.shape[0] > 1:
-            rows = self.files.read(key, slice(self.rows.start, self.rows.stop), device=self.device)
-            return rows.reshape(-1, *[1] * (len(self.layer.shape) - 1))
+    def _scale(self, name: str) -> Tensor:
+        """Read what these rows and columns need of a leaf: one number (1), one for each row (rows, 1, ...),
+        each column or each code, or (rows, groups of columns)."""
+        leaf = self.layer.leaf(name)
+        key = f"{self.layer.name}.{name}"
+        rows = slice(self.rows.start, self.rows.stop)
+        if leaf.each == "block":
+            return self._block_scales(key)
+        if leaf.each == "group":
+            return self.files.read(key, rows, self._groups(self.layer.group(leaf)), device=self.device)
+        if leaf.each == "column":  # of the layer's input, which may as well be in its weight
+            return self.files.read(key, self._groups(1), device=self.device)
+        if leaf.each == "code":
+            return self.files.read(key, device=self.device)
+        if self.layer.is_of_rows(self.files.shapes[key]):
+            scales = self.files.read(key, rows, device=self.device)
+            return scales.reshape(-1, *[1] * (len(self.layer.shape) - 1))
         return self.files.read(key, device=self.device).reshape(1)
 
-    def _whole(self, leaf: str) -> Tensor:
-        return self.files.read(f"{self.layer.name}.{leaf}", device=self.device)
-
-    def _of_columns(self, leaf: str) -> Tensor:
-        """Read one number for each column: of the layer's input, which may as well be in its weight."""
-        columns = slice(self.columns.start, self.columns.stop)
-        return self.files.read(f"{self.layer.name}.{leaf}", columns, device=self.device)
-
-    def _of_groups(self, leaf: str) -> Tensor:
-        """Read (rows, groups of columns), as they are stored."""
-        size = scale_group(self.layer.settings)
-        rows = slice(self.rows.start, self.rows.stop)
-        columns = slice(self.columns.start // size, self.columns.stop // size)
-        return self.files.read(f"{self.layer.name}.{leaf}", rows, columns, device=self.device)
-
-    def _block_scales(self, leaf: str) -> Tensor:
+    def _block_scales(self, key: str) -> Tensor:
         """Read (rows, blocks of columns) from cuBLAS' tiles, as bytes."""
         first = self.rows.start // TILE_ROWS * TILE_ROWS
         last = -(-self.rows.stop // TILE_ROWS) * TILE_ROWS
-        tiles = self.files.read(f"{self.layer.name}.{leaf}", slice(first, last), device=self.device)
+        tiles = self.files.read(key, slice(first, last), device=self.device)
         width = tiles.shape[1]
         tiles = tiles.contiguous().view(torch.uint8)
         tiles = tiles.reshape(-1, width // TILE_BLOCKS, 32, TILE_ROWS // 32, TILE_BLOCKS)
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, width)
-        block = self.layer.block
-        columns = slice(self.columns.start // block, self.columns.stop // block)
+        columns = self._groups(self.layer.block)
         return scales[self.rows.start - first : self.rows.stop - first, columns].contiguous()
 
-
-#: Leaf -> the role of its tensor, and how it is read.
-READERS = {
-    "weight_scale": ("scale", LayerSlice._scale),
-    "scale_weight": ("scale", LayerSlice._scale),
-    "weight_scale_2": ("tensor_scale", LayerSlice._scale),
-    "pre_quant_scale": ("smoothing", LayerSlice._of_columns),
-    "weight_s_rel": ("block_scales", LayerSlice._of_groups),
-    "weight_s_channel": ("scale", LayerSlice._scale),
-    "weight_codebook": ("codebook", LayerSlice._whole),
-}
+    def _groups(self, size: int) -> slice:
+        """Return which groups of so many columns these columns are."""
+        return slice(self.columns.start // size, self.columns.stop // size)
 
 
 class QuantizedFiles:
@@ -113,14 +92,14 @@ class QuantizedFiles:
         self.metadata = files.metadata
         self.size = files.size
         self.layers = {f"{layer.name}.weight": layer for layer in find_layers(files)}
-        scales = {f"{layer.name}.{leaf}" for layer in self.layers.values() for leaf in layer.format.leaves}
+        scales = {f"{layer.name}.{leaf}" for layer in self.layers.values() for leaf in layer.leaves}
         shapes = {
             key: shape
             for key, shape in files.shapes.items()
             if key not in scales and key.rpartition(".")[2] not in (*INPUT_SCALES, *DESCRIPTIONS)
         }
         ours = (key for key in shapes if not matches(key, ALWAYS_UNREAD))  # not of a text encoder, say
-        orphan = next((key for key in ours if key.rpartition(".")[2] in READERS), None)
+        orphan = next((key for key in ours if key.rpartition(".")[2] in LEAVES), None)
         if orphan:
             what = f"{files.name} is quantized with scales ({quoted(orphan)})"
             raise UnsupportedError(f"{what}, but the weight that they belong to is not; {BAD_CONVERSION}.")
@@ -157,14 +136,10 @@ class QuantizedFiles:
             return None
         width = sum(len(layer.covering(run)) for run in columns)
         sizes = [StoredSize(rows, rows * width // layer.format.values_per_element * self._itemsize(key))]
-        for leaf in layer.format.leaves:
+        for leaf in layer.leaves:
             scale = f"{layer.name}.{leaf}"
-            shape = self.files.shapes.get(scale)
-            if shape is not None:
-                length, count = layer.scale_size(leaf, shape, rows, width)
-                sizes.append(StoredSize(length, count * self._itemsize(scale)))
-        if layer.input_scale:
-            sizes.append(StoredSize(1, self._itemsize(f"{layer.name}.{layer.input_scale}")))
+            length, count = layer.scale_size(leaf, self.files.shapes[scale], rows, width)
+            sizes.append(StoredSize(length, count * self._itemsize(scale)))
         return sizes
 
     def _itemsize(self, key: str) -> int:

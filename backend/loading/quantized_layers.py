@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES
@@ -24,13 +25,35 @@ DESCRIPTIONS = ("comfy_quant", "scaled_fp8")
 WITH_INPUT_SCALE = ("float8_e4m3fn", "nvfp4")
 #: Block scales are stored in cuBLAS' tiles of 128 rows x 4 blocks.
 TILE_ROWS, TILE_BLOCKS = 128, 4
-#: File types of scales: of a row or the whole matrix; of a group of columns.
+#: File types of most scales.
 PLAIN = ("F32", "BF16", "F16")
-GROUP_SCALES = (*PLAIN, "F8_E4M3", "U8")
 #: End of refusals.
 BAD_CONVERSION = "the file was converted badly: use another one of this model"
+#: Values of a codebook.
+CODES = 16
 #: Bytes of a layer's description (a few dozen as published).
 MAX_SETTINGS_BYTES = 4_096
+
+
+class Leaf(NamedTuple):
+    """A tensor of a layer besides its weight. role: in quantization/formats.py; each: what it has a number
+    for; types: that a file may store it in."""
+
+    role: str
+    each: str
+    types: tuple[str, ...] = PLAIN
+
+
+LEAVES = {
+    "weight_scale": Leaf("scale", each="matrix or row"),
+    "scale_weight": Leaf("scale", each="matrix or row"),
+    "weight_scale_2": Leaf("tensor_scale", each="matrix"),
+    "pre_quant_scale": Leaf("smoothing", each="column"),
+    "weight_s_rel": Leaf("block_scales", each="group", types=(*PLAIN, "F8_E4M3", "U8")),
+    "weight_s_channel": Leaf("scale", each="row"),
+    "weight_codebook": Leaf("codebook", each="code"),
+    **dict.fromkeys(INPUT_SCALES, Leaf("input_scale", each="matrix")),
+}
 
 
 @dataclass(frozen=True)
@@ -38,14 +61,14 @@ class QuantizedLayer:
     """A quantized layer.
 
     name: X of the file's X.weight. settings: what the file says of it, and "scales", how many the matrix has.
-    shape: of the weight. input_scale: leaf of the scale of its inputs; "" for none.
+    shape: of the weight. leaves: what the file has of LEAVES.
     """
 
     name: str
     format: Format
     settings: Mapping
     shape: tuple[int, ...]
-    input_scale: str = ""
+    leaves: tuple[str, ...] = ()
 
     @property
     def block(self) -> int:
@@ -57,31 +80,32 @@ class QuantizedLayer:
         """Columns of a matrix; 1 of what is none."""
         return self.shape[1] if len(self.shape) == 2 else 1
 
-    def scale_size(self, leaf: str, shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, int]:
+    def leaf(self, name: str) -> Leaf:
+        """Return what a leaf is to this layer."""
+        if name == "weight_scale" and self.format.tiles:
+            return Leaf("block_scales", each="block", types=self.format.tiles)
+        return LEAVES[name]
+
+    def group(self, leaf: Leaf) -> int:
+        """Return how many neighbours in a row share a number of a leaf."""
+        return {"group": scale_group, "block": self.format.block}[leaf.each](self.settings)
+
+    def is_of_rows(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a scale of ``shape`` has a number for each of several rows."""
+        return bool(shape) and shape[0] == self.shape[0] > 1
+
+    def scale_size(self, name: str, shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, int]:
         """Return the length and the values of a leaf of ``shape`` that so much of the weight needs."""
-        if leaf == "weight_scale" and self.format.tiles:
-            return rows, rows * columns // self.block
-        if leaf == "weight_s_rel":
-            return rows, rows * columns // scale_group(self.settings)
-        if leaf == "pre_quant_scale":
-            return columns, columns
-        if leaf == "weight_codebook":
-            return shape[0], shape[0]
-        length = rows if shape and shape[0] == self.shape[0] > 1 else 1
+        leaf = self.leaf(name)
+        if leaf.each in ("block", "group"):
+            return rows, rows * columns // self.group(leaf)
+        lengths = {"column": columns, "code": CODES}
+        length = lengths.get(leaf.each, rows if self.is_of_rows(shape) else 1)
         return length, length
 
     def covering(self, columns: range) -> range:
         """Return the whole blocks that hold ``columns``."""
         return range(columns.start // self.block * self.block, -(-columns.stop // self.block) * self.block)
-
-
-#: Leaf that has one shape -> that shape.
-ONE_SHAPE = {
-    "weight_s_rel": lambda layer: (layer.shape[0], layer.columns // scale_group(layer.settings)),
-    "weight_s_channel": lambda layer: (layer.shape[0],),
-    "weight_codebook": lambda layer: (16,),
-    "pre_quant_scale": lambda layer: (layer.shape[-1],),
-}
 
 
 def find_layers(files: TensorFiles) -> list[QuantizedLayer]:
@@ -163,8 +187,8 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer
     form = FORMATS[kind]
     if stored not in form.value_types:
         raise UnsupportedError(f"{layer} is said to be {kind} but is stored as {stored}; {BAD_CONVERSION}.")
-    leaves = {leaf for leaf in form.leaves if f"{name}.{leaf}" in files.shapes}
-    if {"weight_scale", "scale_weight"} <= leaves:
+    leaves = [leaf for leaf in form.leaves if f"{name}.{leaf}" in files.shapes]
+    if {"weight_scale", "scale_weight"} <= {*leaves}:
         raise UnsupportedError(f"{layer} has both weight_scale and scale_weight; {BAD_CONVERSION}.")
     scale = "scale_weight" if "scale_weight" in leaves else form.needs[0]
     missing = [leaf for leaf in (scale, *form.needs[1:]) if leaf not in leaves]
@@ -174,16 +198,11 @@ def _checked(files: TensorFiles, name: str, settings: Mapping) -> QuantizedLayer
     shape = files.shapes[f"{name}.weight"]
     shape = (*shape[:-1], shape[-1] * form.values_per_element) if len(shape) > 1 else shape
     settings = {**settings, "scales": math.prod(files.shapes[f"{name}.{scale}"])}
-    of_inputs = next((leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes), "")
-    checked = QuantizedLayer(
-        name=name,
-        format=form,
-        settings=settings,
-        shape=shape,
-        input_scale=of_inputs if kind in WITH_INPUT_SCALE else "",
-    )
+    if kind in WITH_INPUT_SCALE:
+        leaves += [leaf for leaf in INPUT_SCALES if f"{name}.{leaf}" in files.shapes][:1]
+    checked = QuantizedLayer(name=name, format=form, settings=settings, shape=shape, leaves=tuple(leaves))
     _check_shape(files, checked, kind)
-    for each in leaves | {checked.input_scale} - {""}:
+    for each in leaves:
         _check_scale(files, checked, kind, each)
     return checked
 
@@ -200,31 +219,29 @@ def _check_shape(files: TensorFiles, layer: QuantizedLayer, kind: str):
         )
 
 
-def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, leaf: str):
+def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, name: str):
     """Refuse a scale of another shape or type than its format has. Raises UnsupportedError."""
-    key = f"{layer.name}.{leaf}"
+    key = f"{layer.name}.{name}"
     have = files.shapes[key]
+    leaf = layer.leaf(name)
     rows = layer.shape[0]
-    of_rows = bool(have) and have[0] == rows == math.prod(have)
-    is_tiled = leaf == "weight_scale" and bool(layer.format.tiles)
-    if is_tiled:
+    fits = math.prod(have) == 1
+    if leaf.each == "matrix or row":
+        fits = fits or (have[0] == rows == math.prod(have))
+    elif leaf.each == "block":
         blocks = layer.columns // layer.block
         fits = have == (-(-rows // TILE_ROWS) * TILE_ROWS, -(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
-    elif leaf in ONE_SHAPE:
-        fits = have == ONE_SHAPE[leaf](layer)
-    else:
-        fits = math.prod(have) == 1 or (of_rows and leaf in ("weight_scale", "scale_weight"))
+    elif leaf.each == "group":
+        fits = have == (rows, layer.columns // layer.group(leaf))
+    elif leaf.each != "matrix":
+        fits = have == ({"row": rows, "column": layer.shape[-1], "code": CODES}[leaf.each],)
     if not fits:
         raise UnsupportedError(
             f"{files.name}: the scale {quoted(key)} has shape {have}, which does not fit its {kind} weight "
             f"of shape {layer.shape}; use another file of this model."
         )
-    if is_tiled:
-        types = layer.format.tiles
-    elif leaf == "weight_s_rel":
-        types = GROUP_SCALES
-    else:
-        types = PLAIN
-    if files.stored_dtype(key) not in types:
+    if files.stored_dtype(key) not in leaf.types:
         what = f"{files.name}: the scale {quoted(key)} is stored as {files.stored_dtype(key)}"
-        raise UnsupportedError(f"{what}, and {kind} has {', '.join(types)}; use another file of this model.")
+        raise UnsupportedError(
+            f"{what}, and {kind} has {', '.join(leaf.types)}; use another file of this model."
+        )

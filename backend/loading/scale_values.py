@@ -21,9 +21,9 @@ def check_scales(checkpoint: Checkpoint):
     for name, layer in files.layers.items():
         if name not in checkpoint.read_keys:  # of a text encoder next to it
             continue
-        for leaf in (*layer.format.leaves, layer.input_scale):
+        for leaf in layer.leaves:
             key = f"{layer.name}.{leaf}"
-            if leaf and key in files.files.shapes and not _is_finite(files, layer, leaf):
+            if not _is_finite(files, layer, leaf):
                 raise UnsupportedError(
                     f"{checkpoint.name}: the scale {quoted(key)} holds NaN or infinity, and so would every "
                     f"image; download the file again, or use another one of this model."
