@@ -183,10 +183,5 @@ def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
     _, block_values, _ = gguf_type(kind)
     return Format(
-        weight,
-        (kind,),
-        needs=(),
-        block=lambda settings: block_values,
-        short=kind,
-        effort=GGUF_EFFORT[kind],
+        weight, (kind,), needs=(), block=lambda settings: block_values, short=kind, effort=GGUF_EFFORT[kind]
     )

@@ -109,8 +109,7 @@ def int8(
     else:
         product, step = _int8_product(x, weight, max_over_ranks)
         added = bias
-    chunks = [slice(start, start + step) for start in range(0, x.shape[:-1].numel(), step)]
-    return _in_chunks(x, columns=len(values), bias=added, chunks=chunks, product=product)
+    return _in_chunks(x, columns=len(values), bias=added, step=step, product=product)
 
 
 def int8_multiplier(
@@ -293,20 +292,23 @@ def _multiply_blocks(
         multiply = getattr(functions, f"scaled_mm_{kind}")
         return multiply(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    chunks = _block_chunks(rows, f"quantize_{kind}")
-    return _in_chunks(x, columns=weight.shape[0], bias=after, chunks=chunks, product=product)
+    step = len(rows)
+    if not _fuses(f"quantize_{kind}"):
+        step = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
+    return _in_chunks(x, columns=weight.shape[0], bias=after, step=step, product=product)
 
 
 def _in_chunks(
-    x: Tensor, columns: int, bias: Tensor | None, chunks: list[slice], product: Callable[[slice], Tensor]
+    x: Tensor, columns: int, bias: Tensor | None, step: int, product: Callable[[slice], Tensor]
 ) -> Tensor:
-    """Return ``product`` of the rows of x in ``chunks``, each of so many ``columns``, with ``bias`` added."""
-    if len(chunks) == 1:
-        out = product(chunks[0])
+    """Return ``product`` of ``step`` rows of x at a time, each of ``columns`` values, with ``bias`` added."""
+    rows = x.shape[:-1].numel()
+    if rows <= step:
+        out = product(slice(0, step))
     else:
-        out = x.new_empty(x.shape[:-1].numel(), columns)
-        for chunk in chunks:
-            out[chunk] = product(chunk)
+        out = x.new_empty(rows, columns)
+        for start in range(0, rows, step):
+            out[start : start + step] = product(slice(start, start + step))
     if bias is not None:
         out += bias  # in place: it is this function's own, and may be the largest tensor of a block
     return out.view(*x.shape[:-1], columns)
@@ -319,13 +321,6 @@ FUSED: dict[Kernel | None, str] = {
     mxfp8: "quantize_mxfp8",
     nvfp4: "quantize_nvfp4",
 }
-
-
-def _block_chunks(rows: Tensor, name: str) -> list[slice]:
-    """Return the rows whose blocks are quantized at once: all where comfy-kitchen's own kernel does that."""
-    rows_of_chunk = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
-    step = len(rows) if _fuses(name) else rows_of_chunk
-    return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
 def _rows(x: Tensor) -> Tensor:
