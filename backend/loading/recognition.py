@@ -137,16 +137,14 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
     """
     candidates = []
     why = None
-    bare = {
-        prefix: {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
-        for prefix in PREFIXES
-    }
-    stored = {p: {own: files.shapes[key] for own, key in keys.items()} for p, keys in bare.items()}
-    blocks = {prefix: numbered(keys) for prefix, keys in bare.items()}
-    for family, prefix in product(FAMILIES.values(), PREFIXES):
+    bare = []
+    for prefix in PREFIXES:
+        keys = {key.removeprefix(prefix): key for key in files.shapes if key.startswith(prefix)}
+        stored = {own: files.shapes[key] for own, key in keys.items()}
+        bare.append((keys, stored, numbered(keys)))
+    for family, (keys, stored, blocks) in product(FAMILIES.values(), bare):
         layout = family.layout
-        keys = bare[prefix]
-        shapes = from_diffusers(layout, stored[prefix], blocks[prefix])
+        shapes = from_diffusers(layout, stored, blocks)
         if any(key not in shapes for key in layout.signature) or any(key in shapes for key in layout.absent):
             continue
         try:
