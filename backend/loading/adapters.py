@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Adapter(ABC):
     #: Sets of roles, one of which a file must have in full.
     ROLES = ()
     #: Pairs of roles whose matrices are multiplied, where a file has both.
-    PRODUCTS = ()
+    PRODUCTS: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     @abstractmethod
@@ -131,12 +131,25 @@ class Adapter(ABC):
 
 
 class Factored(Adapter):
-    """A difference that is a product of two matrices too, exactly."""
+    """Products of two matrices each, multiplied entry by entry: a product of two larger ones too, exactly."""
 
     @property
-    @abstractmethod
+    def size(self):
+        left, right = self.PRODUCTS[0]
+        return self.shape_of(left)[0], self.shape_of(right)[1]
+
+    @property
+    def elementwise_sizes(self):
+        return {(self.shape_of(left)[0], self.shape_of(right)[1]) for left, right in self.products}
+
+    @property
+    def rank(self):
+        return self.shape_of(self.PRODUCTS[0][1])[0]
+
+    @property
     def factor_rank(self) -> int:
         """Return the rank of ``factors`` for all rows and columns, from the headers alone."""
+        return math.prod(self.shape_of(right)[0] for _, right in self.products)
 
     @abstractmethod
     def factors(self, rows: Spans, columns: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -148,18 +161,6 @@ class LoRA(Factored):
 
     ROLES = ({"up", "down"},)
     PRODUCTS = (("up", "down"),)
-
-    @property
-    def size(self):
-        return self.shape_of("up")[0], self.shape_of("down")[1]
-
-    @property
-    def rank(self):
-        return self.shape_of("down")[0]
-
-    @property
-    def factor_rank(self):
-        return self.rank
 
     def factors(self, rows, columns, device):
         return self._read("up", device, rows=rows), self._read("down", device, columns=columns)
@@ -200,22 +201,6 @@ class LoHa(Factored):
 
     ROLES = ({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"},)
     PRODUCTS = (("hada_w1_a", "hada_w1_b"), ("hada_w2_a", "hada_w2_b"))
-
-    @property
-    def size(self):
-        return self.shape_of("hada_w1_a")[0], self.shape_of("hada_w1_b")[1]
-
-    @property
-    def elementwise_sizes(self):
-        return {(self.shape_of(left)[0], self.shape_of(right)[1]) for left, right in self.products}
-
-    @property
-    def rank(self):
-        return self.shape_of("hada_w1_b")[0]
-
-    @property
-    def factor_rank(self):
-        return math.prod(self.shape_of(right)[0] for _, right in self.products)
 
     def factors(self, rows, columns, device):
         """Multiply each pair of columns of the left matrices, and of rows of the right ones."""

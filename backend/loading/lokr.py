@@ -48,12 +48,7 @@ class LoKr(Adapter):
         return outer * blocks + (inner * (height + width) if inner else height * width)
 
     def kronecker(
-        self,
-        rows: Spans,
-        columns: Spans,
-        device: torch.device,
-        dtype: torch.dtype,
-        w1: Tensor | None = None,
+        self, rows: Spans, columns: Spans, device: torch.device, dtype: torch.dtype, w1: Tensor | None = None
     ) -> Kronecker:
         """Return these rows and columns as a Kronecker product of strength 1, before alpha, of what the file
         has, or of w2 itself where that is smaller than its factors. ``w1``: if it was read before."""

@@ -268,11 +268,7 @@ class FusedWeights:
         return weight_scales(own, spans, self.checkpoint, self.device, self.packed[name].device)
 
     def _set_adapters(
-        self,
-        name: str,
-        changes: LoraChanges,
-        wholes: Mapping[str, Tensor],
-        scales: dict[str, WeightScales],
+        self, name: str, changes: LoraChanges, wholes: Mapping[str, Tensor], scales: dict[str, WeightScales]
     ):
         """Put LoRAs next to a quantized weight, or adapters of other kinds into a copy that is held whole.
         ``scales``: those that are known, of weights of the same tensor."""

@@ -17,15 +17,7 @@ from .allowed_folders import ANYWHERE, Folders
 from .lokr import LoKr
 from .lora_file_bytes import matrix
 from .lora_header import HeaderAlpha, header_alpha
-from .lora_spellings import (
-    DEFAULT,
-    KEY,
-    REFUSED,
-    TEXT_ENCODER,
-    USO_KEYS,
-    check_spelling,
-    from_uso,
-)
+from .lora_spellings import DEFAULT, KEY, REFUSED, TEXT_ENCODER, USO_KEYS, check_spelling, from_uso
 from .lora_targets import Target, Targets
 from .lora_validation import check_form
 from .regular_files import file_state

@@ -120,11 +120,7 @@ def added_bytes(
 
 
 def product_of(
-    change: LoraChange,
-    shard: MatrixShard,
-    device: torch.device,
-    dtype: torch.dtype,
-    scales: Scales,
+    change: LoraChange, shard: MatrixShard, device: torch.device, dtype: torch.dtype, scales: Scales
 ) -> AddedProduct:
     """Return what a change adds to a weight, held in ``dtype``; ``scales``: by its magnitudes."""
     where = shard.stored_rows(change)

@@ -65,10 +65,7 @@ ALIASES = (
 #: Of how many names of a file it is looked whether they are a LoRA's.
 SAMPLE = 256
 #: Keys that every LoRA of USO (ByteDance, on Flux.1) has, and its names -> ComfyUI's (comfy/lora_convert.py).
-USO_KEYS = {
-    "single_blocks.37.processor.qkv_lora.up.weight",
-    "double_blocks.18.processor.qkv_lora2.up.weight",
-}
+USO_KEYS = {"single_blocks.37.processor.qkv_lora.up.weight", "double_blocks.18.processor.qkv_lora2.up.weight"}
 USO = {
     ".processor.qkv_lora1.": ".img_attn.qkv.lora_",
     ".processor.qkv_lora2.": ".txt_attn.qkv.lora_",

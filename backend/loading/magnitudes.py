@@ -19,15 +19,7 @@ from ..quantization.added_products import AddedProduct, Scales, scaled
 from .adapters import Spans, cut
 from .checkpoint import Checkpoint
 from .lora_file_bytes import matrix
-from .lora_products import (
-    HeldProducts,
-    LoraChange,
-    MatrixShard,
-    first_unscaled,
-    past_last,
-    plain,
-    product_of,
-)
+from .lora_products import HeldProducts, LoraChange, MatrixShard, first_unscaled, past_last, plain, product_of
 
 #: Added to norms, as in ComfyUI.
 EPSILON = torch.finfo(torch.float32).eps
