@@ -172,8 +172,7 @@ class LoRA(Factored):
 
 @dataclass(frozen=True)
 class LoRAByHead(LoRA):
-    """A LoRA of stacked q, k and v whose file has the rows of ``up`` head by head: q, k and v of the first
-    ``head`` rows each, then those of the next."""
+    """A LoRA of q, k and v whose ``up`` is stored head by head: ``head`` rows of q, of k, of v, and again."""
 
     head: int = 0
 

@@ -48,8 +48,7 @@ STORED_TABLES = ("pos_embed", "pos_embedding")
 class Checkpoint:
     """A checkpoint whose headers were read and found complete. config: arguments of the diffusers class;
     keys: the layout's keys -> the file's, where they differ; pipeline: "scheduler" and "vae" configurations
-    of a diffusers folder. autodetected: facts on a transformer without a family file
-    (autodetect/fallback.py)."""
+    of a folder. autodetected: facts on a class without a family file (autodetect/fallback.py)."""
 
     name: str
     family: Family

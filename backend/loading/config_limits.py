@@ -97,8 +97,7 @@ def _check_width(name: str, config: Mapping, most: int):
 
 
 def _check_tables(name: str, transformer: str, config: Mapping, most: int):
-    """Refuse a grid whose side or table of positions no model has. Classes that rotate by position compute no
-    table: of them the sides alone count."""
+    """Refuse a grid with longer sides, or, without rotation, a larger table of positions than any model's."""
     patch = config.get("patch_size")
     patch = patch if isinstance(patch, int) and patch > 0 else 1
     width = _product(config, "num_attention_heads", "attention_head_dim") or most

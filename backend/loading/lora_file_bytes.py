@@ -1,6 +1,5 @@
-"""What ranks will hold of a LoRA file next to quantized weights, from its header alone, whatever the model,
-so that ComfyUI's process can plan before ranks open the file. Ranks count what they hold
-(lora_products.py)."""
+"""What ranks will hold of a LoRA file next to quantized weights, by its header alone, whatever the model, for
+plans of ComfyUI's process. Ranks count what they hold (lora_products.py)."""
 
 import math
 from collections import defaultdict

@@ -1,5 +1,4 @@
-"""A rank's weights with LoRAs in them, made from the checkpoint's own, which are read again: what is taken
-out is gone to the last bit."""
+"""A rank's weights with LoRAs in them, made anew from the checkpoint: what is taken out leaves no bit."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping

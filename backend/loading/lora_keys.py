@@ -131,9 +131,8 @@ def _is_use(lora) -> bool:
 
 
 def open_lora(path: str, targets: Targets, model: str) -> Lora:
-    """Open the LoRA at ``path`` for the transformer of ``targets``, reading the header alone; ``model`` names
-    that in messages. Raises UnsupportedError where it names nothing of the transformer, has other sizes or an
-    unsupported kind of adapter."""
+    """Open the LoRA at ``path`` for the transformer of ``targets``, which messages call ``model``, by its
+    header. Raises UnsupportedError where it names nothing there, has other sizes or an unsupported kind."""
     where = Path(path)
     if not where.is_file():
         raise UnsupportedError(

@@ -1,5 +1,4 @@
-"""How changes of a quantized weight are held next to it: as products of small matrices where all of them are
-such, else in a copy of the weight."""
+"""How changes of a quantized weight are held next to it: as products of small matrices, else in a copy."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -30,8 +30,7 @@ def check_unchanged(message: Load, before: str):
 
 
 def content_key(path: str) -> str:
-    """Digest the sizes, first megabytes (headers) and names of a model's files, the same on every machine.
-    Empty where they cannot be read."""
+    """Digest sizes, first megabytes and names of a model's files, alike on all machines; empty: none."""
     digest = hashlib.sha256()
     root = Path(path)
     try:

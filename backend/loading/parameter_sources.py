@@ -95,8 +95,7 @@ class StoredParameter:
         return self.source.shape is None and self.files.is_plain(self.key)
 
     def read(self, dtype: torch.dtype, device: torch.device, shard: Shard | None = None) -> Tensor:
-        """Read it in its own order and shape, or the rows and columns that ``shard`` keeps and nothing
-        else."""
+        """Read it in its own order and shape, or the rows and columns that ``shard`` keeps and no more."""
         if shard is not None:
             return self._read_shard(shard, dtype, device)
         source = self.source

@@ -36,8 +36,7 @@ MAX_SETTINGS_BYTES = 4_096
 
 
 class Leaf(NamedTuple):
-    """A tensor of a layer besides its weight. role: in quantization/formats.py; each: what it has a number
-    for; types: that a file may store it in."""
+    """A tensor next to a weight. role: as in formats.py; each: what it has a number for; types: as stored."""
 
     role: str
     each: str

@@ -40,8 +40,7 @@ class StoredSize(NamedTuple):
 
 
 class Weights(Protocol):
-    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; size: bytes of the
-    files; bytes_read: what was read of them so far."""
+    """Tensors of a checkpoint, however stored. shapes: of weights; size, bytes_read: bytes of the files."""
 
     size: int
     shapes: Shapes
@@ -110,8 +109,7 @@ class TensorFiles:
         return self._where[key].entries[key]["dtype"]
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
-        """Implement Weights.read. On the CPU, values in their stored dtype stay mapped from the file, which
-        all ranks of a machine share."""
+        """Implement Weights.read. On the CPU, values in their stored dtype stay mapped: ranks share them."""
         tensor = self._where[key].tensor(key)
         if columns != ALL:
             tensor = tensor[rows, columns].contiguous()

@@ -70,8 +70,7 @@ def upload_parameters(module: nn.Module, device: torch.device):
 
 
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return page-locked host memory, to which a GPU copies while nobody waits; where none can be page
-    locked, other memory, for which the host waits."""
+    """Return page-locked host memory, to which GPUs copy while nobody waits; other memory if none can be."""
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError:
@@ -88,8 +87,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Download:
-    """A tensor on its way to the host, for which nobody waits: from a GPU into page-locked memory, on its
-    current stream; on the CPU a copy."""
+    """A tensor on its way to the host on a GPU's current stream, for which nobody waits; or a CPU's copy."""
 
     def __init__(self, tensor: Tensor):
         if tensor.device.type == "cpu":

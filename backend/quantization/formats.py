@@ -111,8 +111,8 @@ def _convrot_w4a4(stored: Stored, settings: Settings, dtype: torch.dtype, out: T
 
 def _w4a8(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """Dequantize codes of four bits to the int8 that comfy-kitchen multiplies by, then to the weight. A code
-    is an index into the codebook, or its value plus 8. Groups have a scale, which gives int8. Rows have
-    another one, which gives the rotated weight."""
+    is an index into the codebook, or its value plus 8. Groups have a scale, which gives int8; rows have
+    another, which gives the rotated weight."""
     codes = _nibbles(stored["values"])
     if "codebook" in stored:
         levels = F.embedding(codes.int(), stored["codebook"].float().view(-1, 1)).squeeze(-1)
@@ -148,8 +148,8 @@ def _scaled(values: Tensor, scales: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _nvfp4(stored: Stored, settings: Settings, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Dequantize NVIDIA's NVFP4: blocks of 16 E2M1 values under an E4M3 scale, and one scale for all. The
-    first value of a byte is in its high bits."""
+    """Dequantize NVFP4: blocks of 16 E2M1 values, high bits first, under E4M3 scales, and one scale of
+    all."""
     # embedding takes int32 as it is; an index would be copied to int64
     values = F.embedding(stored["values"].int(), _e2m1(stored["values"].device, dtype)).flatten(1)
     block_scales = stored["block_scales"].contiguous().view(torch.float8_e4m3fn)

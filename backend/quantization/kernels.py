@@ -129,8 +129,7 @@ def int8_multiplier(
 
 @cache
 def _keeps_sums() -> bool:
-    """Return whether this is a GPU before Ampere, where comfy-kitchen's product of int8 may hold all its sums
-    as integers before it scales them."""
+    """Return whether comfy-kitchen's int8 product may hold all sums before it scales them: before Ampere."""
     return torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() < (8, 0)
 
 
@@ -151,8 +150,7 @@ def _cuda_version() -> int:
 
 
 def small_kernels(name: str) -> str:
-    """Return why comfy-kitchen has no kernel of that name for NVIDIA's, or AMD's, GPUs, and takes many small
-    ones of torch's; empty where it has."""
+    """Return why comfy-kitchen has no kernel of that name for these GPUs but takes torch's; empty: it has."""
     module, missing = kitchen()
     if module is None:
         return missing
@@ -197,8 +195,7 @@ def _int8_product(
 
 
 def _scaled_product(kind: str) -> Callable[..., Tensor] | None:
-    """Return what multiplies quantized inputs, and scales the sums before it writes them; None where devices
-    of a ``kind`` have no such kernel."""
+    """Return what multiplies quantized inputs and scales the sums, or None on devices that have no such."""
     has_kernels = kind == "cuda" and not torch.version.hip and _fuses("int8_linear")
     return scaled_product() if has_kernels else None
 
