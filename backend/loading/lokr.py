@@ -10,7 +10,7 @@ from ..parallel.comm import cat_or_same
 from ..parallel.sequence import Span
 from ..quantization.added_products import BlockCut, Kronecker, cut_blocks
 from .adapters import Adapter, Spans, cut
-from .lora_file_bytes import MAX_FACTORS
+from .lora_file_bytes import MAX_FACTORS, sides
 
 
 class LoKr(Adapter):
@@ -88,9 +88,7 @@ class LoKr(Adapter):
         return cat_or_same([product.difference() for product in products], 0)
 
     def _factor_shape(self, name):
-        if name in self.keys:
-            return self.shape_of(name)
-        return self.shape_of(f"{name}_a")[0], self.shape_of(f"{name}_b")[1]
+        return sides({role: self.files.shapes[key] for role, key in self.keys.items()}, name)
 
     def _factor(self, name, device, rows=None, columns=None):
         """Compute rows and columns (None: all) of w1 or w2."""

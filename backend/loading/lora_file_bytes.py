@@ -54,10 +54,10 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
         shape = roles["difference"]
         return LoraBytes(copies=NUMBER * math.prod(shape) if len(shape) == 2 else 0)
     is_lokr = any(role.startswith("lokr") for role in roles)
-    lokr = [_sides(roles, name) for name in ("lokr_w1", "lokr_w2")] if is_lokr else []  # (rows, columns) each
+    lokr = [sides(roles, name) for name in ("lokr_w1", "lokr_w2")] if is_lokr else []  # (rows, columns) each
     rank = 0
     if "hada_w1_a" in roles:
-        rows, columns = _sides(roles, "hada_w1")
+        rows, columns = sides(roles, "hada_w1")
         rank = math.prod(matrix(roles.get(f"hada_w{i}_b", ()))[0] for i in (1, 2))
     elif is_lokr:
         rows, columns = (one * two for one, two in zip(*lokr))
@@ -92,7 +92,7 @@ def _factors_of_magnitudes(roles: Shapes, rows: int, columns: int) -> int:
     return rows if matrix(roles["dora_scale"]) == (rows, 1) else columns
 
 
-def _sides(roles: Shapes, name: str) -> tuple[int, int]:
+def sides(roles: Shapes, name: str) -> tuple[int, int]:
     """Return rows and columns of a matrix that is whole, or a product of two."""
     if name in roles:
         return matrix(roles[name])

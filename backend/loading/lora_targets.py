@@ -91,11 +91,11 @@ class Targets:
     @cached_property
     def parts(self) -> dict[str, list[int]]:
         """Return weights of the single file with several parameters -> the rows where these begin and end."""
-        stacked = {target.name: target for target in self.together.values() if len(target.pieces) > 1}
         edges = defaultdict(set)
-        for key, target in stacked.items():
-            for name, source in target.pieces.items() if key.endswith(".weight") else ():
-                edges[key] |= {source.lo, source.lo + self.shapes[name][0]}
+        for name, target in self.together.items():
+            if len(target.pieces) > 1 and target.name.endswith(".weight"):
+                first = target.pieces[name].lo
+                edges[target.name] |= {first, first + self.shapes[name][0]}
         return {key: sorted(rows) for key, rows in edges.items()}
 
     @property

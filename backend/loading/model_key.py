@@ -18,7 +18,8 @@ HEADER_BYTES = 1 << 20
 def model_key(message: Load) -> str:
     """Name what a Load loads by its fields and files. All ranks take rank 0's: inodes differ by machine."""
     path = Path(message.path).resolve()
-    what = [str(path), message.weight_dtype, message.matmul, _stamps(path)]
+    stamps = [[file.name, *_stamp(file)] for file in _files(path)]
+    what = [str(path), message.weight_dtype, message.matmul, stamps]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
@@ -73,12 +74,8 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in every if file.suffix in SUFFIXES and file.is_file())
 
 
-def _stamps(path: Path) -> list[list]:
-    """Name, inode, size and time of change (ns) of a file, or of a folder's weights and configurations."""
-    return [[file.name, *_stamp(file)] for file in _files(path)]
-
-
 def _stamp(file: Path) -> list[int]:
+    """Return inode, size and time of change (ns) of a file."""
     try:
         found = file.stat()
     except OSError:  # it is gone: another state of it

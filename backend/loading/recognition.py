@@ -28,7 +28,11 @@ def open_checkpoint(
     where = Path(path)
     if not where.exists():
         raise UnsupportedError(f"there is no model at {path}; refresh the page and choose model_name again.")
-    checkpoint = _open_folder(where, allowed, autodetected) if where.is_dir() else _open_single_file(where)
+    if where.is_dir():
+        checkpoint = _open_folder(where, allowed, autodetected)
+    else:
+        files = GGUFFile(where) if where.suffix == ".gguf" else QuantizedFiles(TensorFiles([where]))
+        checkpoint = recognise(where.name, files)
     check_complete(checkpoint)
     return checkpoint
 
@@ -96,11 +100,6 @@ def _open_folder(folder: Path, allowed: Folders, autodetected: Mapping | None) -
         pipeline=pipeline,
         autodetected=autodetected,
     )
-
-
-def _open_single_file(path: Path) -> Checkpoint:
-    files = GGUFFile(path) if path.suffix == ".gguf" else QuantizedFiles(TensorFiles([path]))
-    return recognise(path.name, files)
 
 
 def recognise(name: str, files: Weights) -> Checkpoint:

@@ -90,10 +90,9 @@ class TensorFiles:
         if not self._where:
             raise UnsupportedError(f"{quoted(self.name)} holds no tensors; download it again.")
         check_names(self.name, self._where)
-        metadata = {}
-        for file in files:
-            metadata |= file.metadata
-        self.metadata: Mapping[str, str] = metadata
+        self.metadata: Mapping[str, str] = {
+            name: text for file in files for name, text in file.metadata.items()
+        }
         self.shapes: Shapes = {key: tuple(file.entries[key]["shape"]) for key, file in self._where.items()}
 
     def dtype(self, key: str) -> torch.dtype:

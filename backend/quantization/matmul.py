@@ -108,17 +108,16 @@ def choose(
     why = why or _device_objection(rule, mode, device, capability) or _shape_objection(matrix, rule)
     if why:
         return MatmulChoice(None, why)
-    dequantizes = device.type == "cpu" and not rule.on_cpu
-    return MatmulChoice(
-        rule.kernel, f"{matrix.format.short} on this {_kind(device)}{_slower(rule, device)}", dequantizes
-    )
+    if device.type == "cpu":
+        return MatmulChoice(rule.kernel, f"{matrix.format.short} on this CPU", dequantizes=not rule.on_cpu)
+    return MatmulChoice(rule.kernel, f"{matrix.format.short} on this GPU{_slower(rule)}")
 
 
-def _slower(rule: Rule, device: torch.device) -> str:
+def _slower(rule: Rule) -> str:
     """Return why a product on this GPU is slower than it could be; empty where it is not."""
-    # of fp8 the inputs alone are quantized by small kernels
-    name = kernels.FUSED.get(rule.kernel) if rule.kernel is not kernels.float8 else None
-    why = kernels.small_kernels(name) if name and device.type == "cuda" else ""
+    if rule.kernel is kernels.float8:  # of which the inputs alone are quantized by small kernels
+        return ""
+    why = kernels.small_kernels(kernels.FUSED[rule.kernel])
     return f", slowly, by torch's kernels: {why}" if why else ""
 
 
@@ -187,10 +186,6 @@ def _shape_objection(matrix: Matrix, rule: Rule) -> str:
         return f"its columns begin or end at {inside}, inside {unit} that are multiplied together"
     odd = next((rows for rows in matrix.rows if rows % rule.multiple), None)
     return "" if odd is None else f"{odd} rows are no multiple of {rule.multiple}"
-
-
-def _kind(device: torch.device) -> str:
-    return device.type.upper() if device.type == "cpu" else "GPU"
 
 
 def choose_all(
