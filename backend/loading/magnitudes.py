@@ -135,15 +135,11 @@ def weight_scales(
     followed = {}
     for name, (rows, columns) in spans.items():
         height, width = matrix(checkpoint.shapes[name])
-        followed[name] = FollowedWeight(
-            name=name,
-            changes=[change for change in changes if name in change.target.pieces],
-            checkpoint=checkpoint,
-            read_on=read_on,
-            device=device,
-            rows=(Span(0, height),) if all_rows else rows,
-            columns=(Span(0, width),) if all_columns else columns,
-        )
+        own_changes = [change for change in changes if name in change.target.pieces]
+        own_rows = (Span(0, height),) if all_rows else rows
+        own_columns = (Span(0, width),) if all_columns else columns
+        place = (checkpoint, read_on, device)
+        followed[name] = FollowedWeight(name, own_changes, *place, own_rows, own_columns)
     for change in changes:
         if change.adapter.scales_columns:
             _follow_columns(change, [followed[name] for name in change.target.pieces if name in followed])

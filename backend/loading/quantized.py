@@ -150,30 +150,15 @@ class QuantizedFiles:
         layer = self.layers.get(key)
         if layer is None and self.files.stored_dtype(key) in FLOAT8:
             settings = {"format": FLOAT8[self.files.stored_dtype(key)]}
-            layer = QuantizedLayer(
-                name=key.removesuffix(".weight"),
-                format=PLAIN_FLOAT8,
-                settings=settings,
-                shape=self.files.shapes[key],
-            )
+            name = key.removesuffix(".weight")
+            layer = QuantizedLayer(name, PLAIN_FLOAT8, settings, self.files.shapes[key])
         is_matrix = layer is not None and len(layer.shape) == 2 and key.endswith(".weight")
         return layer if is_matrix else None
 
     def _packed(self, layer: QuantizedLayer, rows: slice, columns: slice, device: torch.device) -> Packed:
         wanted = range(*columns.indices(layer.columns))
         covering = layer.covering(wanted)
-        piece = LayerSlice(
-            files=self.files,
-            layer=layer,
-            rows=range(*rows.indices(layer.shape[0])),
-            columns=covering,
-            device=device,
-        )
+        own_rows = range(*rows.indices(layer.shape[0]))
+        tensors = LayerSlice(self.files, layer, own_rows, covering, device).read()
         kept = range(wanted.start - covering.start, wanted.stop - covering.start)
-        return Packed(
-            format=layer.format,
-            settings=layer.settings,
-            tensors=piece.read(),
-            columns=len(covering),
-            column_runs=(kept,),
-        )
+        return Packed(layer.format, layer.settings, tensors, len(covering), (kept,))

@@ -105,13 +105,8 @@ def matrices(
         whole = Shard(outputs=(), inputs=(), heights=(rows,))
         shard = shards.get(layer, whole)
         own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
-        of_parameter[name] = Matrix(
-            format=quantization.format,
-            settings=quantization.settings,
-            rows=shard.heights,
-            edges=shard.edges or (0, columns),
-            dtype=own,
-        )
+        edges = shard.edges or (0, columns)
+        of_parameter[name] = Matrix(*quantization, rows=shard.heights, edges=edges, dtype=own)
     return of_parameter
 
 

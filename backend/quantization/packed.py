@@ -90,17 +90,12 @@ def join(pieces: Sequence[Packed], dim: int) -> Packed:
     first = pieces[0]
     if len(pieces) == 1:
         return first
-    below = dim == 0
-    tensors = {}
+    tensors = dict(first.tensors)
     for role, tensor in first.tensors.items():
-        every = [piece.tensors[role] for piece in pieces]
-        if below and tensor.ndim > 1:
-            tensors[role] = _cat(every, dim=0)
-        elif not below and role in WITH_COLUMNS:
-            tensors[role] = _cat(every, dim=-1)
-        else:
-            tensors[role] = tensor
-    if below:
+        if (dim == 0 and tensor.ndim > 1) or (dim == 1 and role in WITH_COLUMNS):
+            every = [piece.tensors[role] for piece in pieces]
+            tensors[role] = _cat(every, dim=-dim)  # the last one: smoothing has columns alone
+    if dim == 0:
         return replace(first, tensors=tensors)
     starts = accumulate((piece.columns for piece in pieces), initial=0)
     runs = tuple(
