@@ -54,26 +54,24 @@ class Effort:
 
 @dataclass(frozen=True)
 class Format:
-    """How a format stores a matrix, and how that becomes the weight."""
+    """How a format stores a matrix, and how that becomes the weight.
 
-    #: (stored tensors, settings, dtype, memory or None) -> the weight of these rows, in that memory if the
-    #: format can write to it, else in ``dtype`` or float32.
+    weight: (stored tensors, settings, dtype, memory or None) -> the weight of these rows, in that memory if
+    the format can write to it, else in ``dtype`` or float32. value_types: in which a file may store values.
+    needs: leaves that it must have; leaves: that are read where they are there. block: settings -> how many
+    neighbours in a row can only be read together. values_per_element: of what is stored. short: its name in
+    reports. tiles: types of a weight_scale in cuBLAS' tiles, a scale for each block. effort: to dequantize
+    with the format's usual settings (effort_of).
+    """
+
     weight: Callable[[Stored, Settings, torch.dtype, Tensor | None], Tensor]
-    #: Names of the types that the file may store the values in.
     value_types: tuple[str, ...]
-    #: Leaves that the file must have.
     needs: tuple[str, ...] = ("weight_scale",)
-    #: Leaves that are read where they are there.
     leaves: tuple[str, ...] = SCALES
-    #: Settings -> how many neighbours in a row can only be read together.
     block: Callable[[Settings], int] = lambda settings: 1
-    #: Values in an element.
     values_per_element: int = 1
-    #: Its name in reports.
     short: str = ""
-    #: Types of a weight_scale that is stored in cuBLAS' tiles, a scale for each block.
     tiles: tuple[str, ...] = ()
-    #: What it takes to dequantize with the format's usual settings (effort_of).
     effort: Effort = Effort(7.0, 3, 0.0)
 
 
