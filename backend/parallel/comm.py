@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -42,45 +41,35 @@ def count(mechanism: str, sent: Tensor | int):
         SENT[mechanism] += size
 
 
-@dataclass
-class AllToAll:
-    """An all-to-all under way, which is waited for once. Until then its tensors are held here."""
-
-    work: dist.Work | None
-    sent: Tensor | None
-    received: Tensor | None
-
-    def wait(self) -> Tensor:
-        """Return what came, which the caller alone holds from then on. What was sent is dropped: the stream
-        goes on after the collective, so its memory may be used again."""
-        work = self.work
-        received = self.received
-        assert work is not None and received is not None, "an all-to-all is waited for once"
-        with WAIT_CLOCK:
-            work.wait()
-        self.work = None
-        self.sent = None
-        self.received = None
-        return received
-
-
 def all_to_all(
     chunks: list[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis, mechanism: str
 ) -> list[Tensor]:
     """Send ``chunks[i]``, of any shape, to rank i; return what came, of ``shapes[i]`` from rank i."""
     flat = torch.cat([chunk.reshape(-1) for chunk in chunks])
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = begin_all_to_all(flat, [chunk.numel() for chunk in chunks], sizes, axis, mechanism).wait()
+    received = begin_all_to_all(flat, [chunk.numel() for chunk in chunks], sizes, axis, mechanism)()
     return [chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes)]
 
 
-def begin_all_to_all(flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechanism: str) -> AllToAll:
+def begin_all_to_all(
+    flat: Tensor, sent: list[int], sizes: list[int], axis: Axis, mechanism: str
+) -> Callable[[], Tensor]:
     """Begin to send ``sent[i]`` of the numbers in ``flat`` to rank i, in this order, and to receive
-    ``sizes[i]`` numbers from rank i, in one tensor."""
+    ``sizes[i]`` numbers from rank i. Return what waits for them, once, and returns them in one tensor.
+    ``flat`` is held until then: the stream goes on after the collective, so its memory may be used again.
+    """
     received = flat.new_empty(sum(sizes))
     work = dist.all_to_all_single(received, flat, sizes, sent, group=axis.group, async_op=True)
     count(mechanism, (flat.numel() - sent[axis.rank]) * flat.element_size())
-    return AllToAll(require_work(work), flat, received)
+    under_way = [(require_work(work), flat, received)]
+
+    def end() -> Tensor:
+        work, _, received = under_way.pop()
+        with WAIT_CLOCK:
+            work.wait()
+        return received
+
+    return end
 
 
 def broadcast(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
@@ -194,7 +183,7 @@ def _begin_chunks(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]
 
     def end() -> Tensor:
         pieces = list(flat.split(sizes))
-        torch.sum(chunks.wait().view(axis.size, own), 0, out=pieces[axis.rank])
+        torch.sum(chunks().view(axis.size, own), 0, out=pieces[axis.rank])
         _fill(pieces, axis, mechanism)
         return flat.view(x.shape)
 
@@ -220,7 +209,7 @@ def pass_on(x: Tensor, shape: tuple[int, ...], axis: Axis, mechanism: str) -> Ca
     sent[(axis.rank + 1) % axis.size] = x.numel()
     sizes[axis.rank - 1] = torch.Size(shape).numel()
     under_way = begin_all_to_all(x.reshape(-1), sent, sizes, axis, mechanism)
-    return lambda: under_way.wait().view(shape)
+    return lambda: under_way().view(shape)
 
 
 class Pipe:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..shares import shard_sizes
 from .attention_kernels import attend_lse
-from .comm import AllToAll, begin_all_to_all, pass_on
+from .comm import begin_all_to_all, pass_on
 from .mesh import Axis
 from .ring_library import ring_library
 from .sequence import Span
@@ -79,7 +79,7 @@ def scatter_heads(
     under_way = begin_all_to_all(flat, sent, [length * own * row for length in lengths], axis, "ulysses")
 
     def wait(dtype: torch.dtype) -> list[Tensor]:
-        received = under_way.wait().view(sum(lengths), ends[-1] * batch * own, size)
+        received = under_way().view(sum(lengths), ends[-1] * batch * own, size)
         kinds = unpack(received, dtype).split([width * batch * own for width in widths], dim=1)
         by_head = (kind.unflatten(1, (batch, own * width)) for kind, width in zip(kinds, widths))
         return [kind.permute(1, 2, 0, 3) for kind in by_head]
@@ -105,7 +105,7 @@ class GatheredHeads:
     axis: Axis
     chunks: int = 1
     groups: int = 0
-    under_way: list[AllToAll] = field(default_factory=list)
+    under_way: list[Callable[[], Tensor]] = field(default_factory=list)
 
     def send(self, out: Tensor):
         """Begin the all-to-all of the next chunk."""
@@ -121,9 +121,9 @@ class GatheredHeads:
         after it takes them."""
         tokens, batch, _, size = self.shape
         received = []
-        for chunk, each in enumerate(self.under_way):
+        for chunk, end in enumerate(self.under_way):
             sizes = [tokens * batch * count * size for count in self._counts(chunk)]
-            received.append(each.wait().split(sizes))
+            received.append(end().split(sizes))
         by_rank = [heads for of_rank in zip(*received) for heads in of_rank if heads.numel()]
         if not by_rank:
             return received[0][0].new_empty(batch, self.heads, tokens, size)

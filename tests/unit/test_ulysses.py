@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from backend.parallel import ulysses_ring
 from backend.parallel.attention_kernels import NOTHING
-from backend.parallel.comm import AllToAll
 from backend.parallel.mesh import Axis
 from backend.parallel.sequence import Span
 from backend.parallel.wire import pack, unpack
@@ -15,13 +14,6 @@ from backend.parallel.wire_bytes import FP8, FULL, kv_heads_sent
 from backend.shares import shard_sizes
 
 SIZE = 8
-
-
-class Done:
-    """A communication that is done."""
-
-    def wait(self):
-        return True
 
 
 class Wires:
@@ -36,10 +28,10 @@ class Wires:
         assert flat.is_contiguous() and flat.ndim == 1 and len(flat) == sum(sent)
         self.sent[axis.rank] = flat.split(sent)
         if len(self.sent) < axis.size:
-            return AllToAll(Done(), flat, flat.new_zeros(sum(sizes)))
+            return [flat.new_zeros(sum(sizes))].pop
         received = [self.sent[rank][axis.rank] for rank in range(axis.size)]
         assert [len(piece) for piece in received] == sizes
-        return AllToAll(Done(), flat, torch.cat(received))
+        return [torch.cat(received)].pop
 
     def run(self, of_rank, ranks: int):
         """Return what every rank gets."""
