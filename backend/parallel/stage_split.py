@@ -5,6 +5,7 @@ Blocks of as much work can differ in weights: Flux' double blocks hold twice the
 Modulation is computed once a request, so another stage than the block's may hold its layers (27 % of Flux).
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -98,35 +99,18 @@ def _cheapest(costs: list[float], speeds: list[float], weights: list[int], most:
     upto = [0, *accumulate(costs)]
     heavy = [0, *accumulate(weights)]
     # best[i]: (most expensive stage, sum of squares, cuts) for the first i blocks on the stages so far
-    none = (0.0, 0.0, [0])
-    ends = range(1, len(costs) + 1)
-    best = {i: _extend(none, upto[i] / speeds[0], i) for i in ends if heavy[i] <= most * speeds[0]}
-    for stage, speed in enumerate(speeds[1:], 2):
-        best = _with_stage(best, stage, speed=speed, upto=upto, heavy=heavy, most=most * speed)
+    best = {0: (0.0, 0.0, [0])}
+    for speed in speeds:
+        plans = defaultdict(list)
+        for start, (highest, squares, cuts) in best.items():
+            for end in range(start + 1, len(upto)):
+                if heavy[end] - heavy[start] <= most * speed:
+                    cost = (upto[end] - upto[start]) / speed
+                    plans[end].append((max(highest, cost), squares + cost**2, [*cuts, end]))
+        best = {end: min(found) for end, found in plans.items()}
     if len(costs) not in best:
         return None
-    cuts = best[len(costs)][2]
-    return [range(lo, hi) for lo, hi in pairwise(cuts)]
-
-
-def _with_stage(
-    best: dict[int, tuple], stage: int, speed: float, upto: list[float], heavy: list[int], most: float
-) -> dict[int, tuple]:
-    """Return the best plans of ``stage`` stages from those of one less. ``speed``, ``most``: of the last."""
-    plans_to = {}
-    for end in range(stage, len(upto)):
-        plans = []
-        for start in range(stage - 1, end):
-            if start in best and heavy[end] - heavy[start] <= most:
-                plans.append(_extend(best[start], (upto[end] - upto[start]) / speed, end))
-        if plans:
-            plans_to[end] = min(plans)
-    return plans_to
-
-
-def _extend(plan, cost, end):
-    highest, squares, cuts = plan
-    return max(highest, cost), squares + cost**2, [*cuts, end]
+    return [range(lo, hi) for lo, hi in pairwise(best[len(costs)][2])]
 
 
 def explicit_blocks(counts: Sequence[int]) -> list[range]:
