@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.common.shape_only import shape_only
 from ..models.family import Family
-from .mesh import Axis
 from .request_caches import Positions, cuts_of, select
 from .sequence import EMPTY, SequenceLengths, Span, TokenShards, whole_sequence
 from .step_context import StepContext
@@ -91,15 +90,12 @@ def blocks_of(transformer: nn.Module, family: Family) -> list[nn.Module]:
     return [block for name in family.blocks.lists for block in block_list(transformer, name)]
 
 
-def token_shards(context: StepContext, sequence: SequenceLengths, with_text: bool, sp: Axis) -> TokenShards:
-    """Return the tokens that ``context`` computes of a sequence; ``with_text``: text and references too."""
-    return _token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)
-
-
 @lru_cache(maxsize=1024)  # one object for each patch, with the lengths that it has counted
-def _token_shards(
+def token_shards(
     image: Span | None, sequence: SequenceLengths, with_text: bool, rank: int, size: int, shares: tuple
 ) -> TokenShards:
+    """Return the tokens of ``image`` (None: of the whole latent); ``with_text``: text and references too.
+    ``rank``, ``size``, ``shares``: of sequence parallelism."""
     whole = whole_sequence(sequence, rank, size, shares)
     tokens = replace(whole, image=image or whole.image)
     return tokens if with_text else replace(tokens, text=EMPTY, reference=EMPTY)

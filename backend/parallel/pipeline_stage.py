@@ -184,7 +184,9 @@ class Stage:
 
     def _tokens(self, context: StepContext) -> TokenShards:
         with_text = context.with_text and not self.text_seen.issuperset(context.keys)
-        return token_shards(context, self.sequences[context.prompt], with_text, self.mesh.sp)
+        sp = self.mesh.sp
+        sequence = self.sequences[context.prompt]
+        return token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)
 
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):

@@ -32,6 +32,10 @@ class Span:
         lo = min(max(self.lo, other.lo), other.hi)
         return Span(lo - other.lo, max(lo, min(self.hi, other.hi)) - other.lo)
 
+    def moved(self, by: int) -> "Span":
+        """Return the span ``by`` places on."""
+        return Span(self.lo + by, self.hi + by)
+
     def overlaps(self, other: "Span") -> bool:
         """Return whether some are in both; neither is empty."""
         return self.lo < other.hi and other.lo < self.hi
@@ -147,26 +151,19 @@ class TokenShards:
         """Count the tokens of each SP rank in a ``kind`` of attention: "joint", "image", "text", or a nested
         latent's name."""
         if kind not in self._lengths:
-            self._lengths[kind] = [self._length(kind, shard) for shard in self.shards]
+            self._lengths[kind] = [sum(map(len, self._runs(kind, shard))) for shard in self.shards]
         return self._lengths[kind]
 
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
         return {}
 
-    def _length(self, kind: str, shard: TokenShard) -> int:
-        if kind == "text":
-            return len(shard.text)
-        latent = self.sequence.latent_span(kind)
-        if latent is not None:
-            return len(shard.image.within(latent))
-        return len(shard) if kind == "joint" and self.sequence.text_position else shard.stream
-
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
         """Return the positions (tokens,) in the whole ``kind`` sequence of the tokens of ``ranks`` (default:
         all SP ranks), in the order of an all-gather."""
         shards = self.shards if ranks is None else [self.shards[i] for i in ranks]
-        return torch.cat([self._shard_positions(kind, shard) for shard in shards])
+        runs = [run for shard in shards for run in self._runs(kind, shard)]
+        return torch.cat([torch.arange(run.lo, run.hi) for run in runs])
 
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
         """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") of consecutive
@@ -179,23 +176,20 @@ class TokenShards:
             left -= self.sequence.text if kind == "text" else self.sequence.image
         return tuple(counts)
 
-    def _shard_positions(self, kind: str, shard: TokenShard) -> torch.Tensor:
+    def _runs(self, kind: str, shard: TokenShard) -> list[Span]:
+        """Return where a shard's tokens stand in the whole ``kind`` sequence."""
         whole = self.sequence
-        text = torch.arange(shard.text.lo, shard.text.hi)
         if kind == "text":
-            return text
+            return [shard.text]
         latent = whole.latent_span(kind)
         if latent is not None:
-            own = shard.image.within(latent)
-            return torch.arange(own.lo, own.hi)
+            return [shard.image.within(latent)]
         where = whole.text_position if kind == "joint" else None
-        offset = whole.text if where == "first" else 0
-        latent_tokens = torch.arange(shard.image.lo, shard.image.hi) + offset
-        references = torch.arange(shard.reference.lo, shard.reference.hi) + offset + whole.image
-        image = torch.cat([latent_tokens, references])
-        if where is None:
-            return image
-        return torch.cat([text, image] if where == "first" else [image, text + whole.stream])
+        first = whole.text if where == "first" else 0
+        image = [shard.image.moved(first), shard.reference.moved(first + whole.image)]
+        if where == "first":
+            return [shard.text, *image]
+        return [*image, shard.text.moved(whole.stream)] if where else image
 
 
 def whole_sequence(

@@ -6,10 +6,9 @@ import torch
 from backend.models.latent_tokens import NestedGrid, TokenGrid
 from backend.parallel.attention_hook import Attention
 from backend.parallel.block_streams import token_shards
-from backend.parallel.mesh import Axis, single
+from backend.parallel.mesh import single
 from backend.parallel.request_caches import Masks, Positions, select
-from backend.parallel.sequence import SequenceLengths, Span, TokenShards, patches, whole_sequence
-from backend.parallel.step_context import StepContext
+from backend.parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 
 
 @pytest.mark.parametrize(
@@ -51,10 +50,8 @@ def test_stages_compute_the_tokens_of_the_patches(count, sp, position):
     """A stage is given a patch's image tokens, and whether text comes too: references come with it."""
     sequence = SequenceLengths(12 if position else 0, 64, position, reference=30)
     for rank in range(sp):
-        axis = Axis(group=None, rank=rank, size=sp, ranks=tuple(range(sp)))
         wanted = patches(sequence, count, rank, sp)
-        contexts = [StepContext("positive", 0, Span(0, 1), patch.image) for patch in wanted]
-        found = [token_shards(each, sequence, with_text=each is contexts[0], sp=axis) for each in contexts]
+        found = [token_shards(p.image, sequence, p is wanted[0], rank, sp, ()) for p in wanted]
         assert found == wanted
 
 
