@@ -91,6 +91,10 @@ class Attention:
     positions: Positions = field(default_factory=Positions)
 
     def __post_init__(self):
+        size = self.mesh.ulysses.size
+        #: SP ranks of every Ulysses group, in the order of the ring, and of this rank's.
+        self.groups = [range(i * size, (i + 1) * size) for i in range(self.mesh.ring.size)]
+        self.own = self.groups[self.mesh.ring.rank]
         self.mixing = TokenMixing(self)
         self.masks = Masks(self.positions)
 
@@ -177,14 +181,9 @@ class Attention:
         if call.dummy and kind == "joint":
             made = call.without_dummy(made, 1)
         values = made.unflatten(2, (-1, self.head_size)).transpose(1, 2)
-        own = [lengths[i] for i in self._own_group()]
+        own = [lengths[i] for i in self.own]
         coming = ulysses_ring.scatter_heads([pack(values, self.wire)], own, self.mesh.ulysses)
         call.values = EarlyValues(coming, values.dtype)
-
-    def _own_group(self) -> range:
-        """Return the SP ranks whose tokens this Ulysses group holds."""
-        first = self.mesh.ring.rank * self.mesh.ulysses.size
-        return range(first, first + self.mesh.ulysses.size)
 
     def _attend(self, q, k, v, mask, scale):
         """Run the chosen kernel; without queries there is nothing to compute."""
@@ -204,15 +203,14 @@ class Attention:
         key_lengths = call.tokens.lengths(key_kind)
         if not any(lengths) and not any(key_lengths):  # text, of which a later patch has none
             return q
-        own = self._own_group()
-        in_common = (call, mask, scale, key_kind, own)
+        in_common = (call, mask, scale, key_kind)
         if u.size == 1:
             return self._of_own_heads(q, (k, v), *in_common, where)
         kv_heads = kv_heads_sent(heads=heads, kv_heads=k.shape[1], ranks=u.size, shares=u.shares)
         if kv_heads != k.shape[1]:  # no rank has part of a group
             k, v = (t.repeat_interleave(kv_heads // t.shape[1], 1) for t in (k, v))
-        own_lengths = [lengths[i] for i in own]
-        own_key_lengths = [key_lengths[i] for i in own]
+        own_lengths = [lengths[i] for i in self.own]
+        own_key_lengths = [key_lengths[i] for i in self.own]
         chunks = 1
         if self.buffers is None:  # of a patch there is less to hide
             tokens = call.tokens.sequence.length_of(query_kind)
@@ -244,59 +242,41 @@ class Attention:
             del out
         return unpack(going.wait(), dtype)
 
-    def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, key_kind: str, own, where):
-        """Attend with the heads that this Ulysses rank has, to the tokens of its group ``own``."""
+    def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, key_kind: str, where):
+        """Attend with the heads that this Ulysses rank has, to the tokens of its group and of the ring."""
+        tokens = call.tokens
+        ring = self.mesh.ring
+        has_static_text = call.static_text and key_kind == "joint"
         if self.buffers is not None:
             k, v = self._refresh(call, self.buffers, kv, key_kind, where)
-            return self._attend(q, k, v, self.masks.cut(call.tokens, mask, key_kind, own, None), scale)
-        if call.static_text and key_kind == "joint":
-            return self._with_static_text(call, q, kv, mask, scale, own, where)
-        if self.mesh.ring.size > 1:
-            return self._ring(call, q, kv, mask, scale, key_kind, own)
-        k, v = kv
-        return self._attend(q, k, v, self.masks.cut(call.tokens, mask, key_kind, own, own), scale)
-
-    def _groups(self) -> list[range]:
-        """Return the SP ranks of every Ulysses group, in the order of the ring."""
-        u = self.mesh.ulysses.size
-        return [range(i * u, (i + 1) * u) for i in range(self.mesh.ring.size)]
+            return self._attend(q, k, v, self.masks.cut(tokens, mask, key_kind, self.own, None), scale)
+        if has_static_text:
+            masks = [self.masks.cut_static_text(tokens, mask, ranks) for ranks in self.groups]
+            both = [self._after_static_text(call, kv, where)]
+        else:
+            masks = [self.masks.cut(tokens, mask, key_kind, self.own, ranks) for ranks in self.groups]
+            if ring.size == 1:
+                k, v = kv
+                return self._attend(q, k, v, masks[0], scale)
+            both = [torch.stack(list(kv))]  # a copy, freed once it has been sent and attended to
+        if ring.size == 1:
+            k, v = both.pop()
+            return self._attend(q, k, v, masks[0], scale)
+        if has_static_text:
+            tokens = replace(tokens, text=Span(0, tokens.sequence.text))
+        counts = self._group_counts(tokens, key_kind)
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, ring, masks, scale, self.wire)
 
     def _group_counts(self, tokens: TokenShards, kind: str) -> list[int]:
         lengths = tokens.lengths(kind)
-        return [sum(lengths[i] for i in ranks) for ranks in self._groups()]
+        return [sum(lengths[i] for i in ranks) for ranks in self.groups]
 
-    def _ring(self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, kind: str, own: range):
-        masks = None
-        if mask is not None:
-            masks = [self.masks.cut(call.tokens, mask, kind, own, ranks) for ranks in self._groups()]
-        counts = self._group_counts(call.tokens, kind)
-        ring = self.mesh.ring
-        both = [torch.stack(list(kv))]  # a copy, freed once it has been sent and attended to
-        return ulysses_ring.ring_attend(self.kernel, q, both, counts, ring, masks, scale, self.wire)
-
-    def _with_static_text(
-        self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, own: range, where: tuple
-    ):
-        """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
-        tokens = call.tokens
-        groups = self._groups()
-        masks = None
-        if mask is not None:
-            masks = [self.masks.cut_static_text(tokens, mask, ranks) for ranks in groups]
-        if len(groups) == 1:
-            k, v = self._after_static_text(call, kv, own, where)
-            return self._attend(q, k, v, masks and masks[0], scale)
-        counts = self._group_counts(replace(tokens, text=Span(0, tokens.sequence.text)), "joint")
-        both = [self._after_static_text(call, kv, own, where)]
-        ring = self.mesh.ring
-        return ulysses_ring.ring_attend(self.kernel, q, both, counts, ring, masks, scale, self.wire)
-
-    def _after_static_text(self, call: BlockCall, kv: Sequence[Tensor], own: range, where: tuple) -> Tensor:
+    def _after_static_text(self, call: BlockCall, kv: Sequence[Tensor], where: tuple) -> Tensor:
         """Return (2, B, H, tokens, D): the text, cached from the call that had its tokens, then image."""
         both = torch.stack(list(kv))
         where = (*where, call.context.sample_span.lo)
         if len(call.tokens.text):
-            text_at, image_at = self.positions.text_and_image(call.tokens, both.device, own)
+            text_at, image_at = self.positions.text_and_image(call.tokens, both.device, self.own)
             self.static_text[where] = both.index_select(3, text_at)
             both = both.index_select(3, image_at)
         return torch.cat([self.static_text[where], both], dim=3)

@@ -126,8 +126,10 @@ class Masks:
             cuts[which] = tokens, selected
         return cuts[which][1]
 
-    def cut_static_text(self, tokens: TokenShards, mask: Tensor, ranks: range) -> Tensor:
+    def cut_static_text(self, tokens: TokenShards, mask: Tensor | None, ranks: range) -> Tensor | None:
         """Return the mask for the keys of SP ``ranks``: their cached text, then their image tokens."""
+        if mask is None:
+            return None
         cuts = cuts_of(mask, self._cuts)
         which = (id(tokens), "static text", ranks)
         if which not in cuts:

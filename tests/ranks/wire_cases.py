@@ -59,12 +59,12 @@ def rounding(config: ParallelConfig) -> Iterator[None]:
     keys, values and outputs; a ring rank the keys and values of others."""
     attend = Attention._of_own_heads
 
-    def simulated(self, q, kv, call: BlockCall, mask, scale, keys, own, where):
+    def simulated(self, q, kv, call: BlockCall, mask, scale, keys, where):
         u, r = config.ulysses_degree, config.ring_degree
         if u > 1:
             q, *kv = map(rounded, (q, *kv))
         if r == 1:
-            out = attend(self, q, kv, call, mask, scale, keys, own, where)
+            out = attend(self, q, kv, call, mask, scale, keys, where)
         else:
             assert mask is None and q.shape == kv[0].shape, "of one kind, without hidden tokens"
             shards = replace(call.tokens, sp_size=u * r, shares=config.shares_of("ring", "ulysses"))
