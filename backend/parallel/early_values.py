@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +43,16 @@ class ValueLayer:
     """Calls a block's value layer before its query layer, so that values can travel during both products:
     where they travel alone and the layer runs no collective.
 
-    note: called with the values. is_early: returns whether values travel alone in the call that runs.
+    place, count: of this layer among those of its group. attention: returns the hook (attention_hook.py).
     x, made: the layer's input and its values, from the early call until the block's own call.
     """
 
-    def __init__(self, block: nn.Module, name: str, note: Callable[[Tensor], None], is_early: Callable):
+    def __init__(self, block: nn.Module, name: str, place: int, count: int, attention: Callable[[], Any]):
         self.block = block
         self.name = name
-        self.note = note
-        self.is_early = is_early
+        self.place = place
+        self.count = count
+        self.attention = attention
         self.x: Tensor | None = None
         self.made: Tensor | None = None
 
@@ -71,7 +72,7 @@ class ValueLayer:
             return
         self.x = None  # of a block that has failed
         self.made = None
-        if not self.is_early():
+        if not self.attention().sends_values:
             return
         layer = self.block.get_submodule(self.name)  # another module since weights are loaded
         if not _communicates(layer):
@@ -90,7 +91,7 @@ class ValueLayer:
         if torch.compiler.is_compiling():
             return None
         if self.x is None:
-            self.note(output)
+            self.attention().note_values(self.place, self.count, output)
             return None
         made = self.made
         self.made = None
@@ -106,19 +107,12 @@ def _communicates(layer: nn.Module) -> bool:
     return is_gathered or getattr(weight, "max_over_token_ranks", None) is not None
 
 
-def watch_values(
-    block: nn.Module, blocks: Blocks, note: Callable[[int, int, Tensor], None], is_early: Callable[[], bool]
-) -> list[RemovableHandle]:
-    """Hook the value layers of a block (Blocks.values), and return the hooks.
-
-    note: called as note(place, count, values), with values (B, tokens, features) of the layer ``place`` among
-    the ``count`` layers of its group. is_early: returns whether value layers run before their query layers.
-    """
+def watch_values(block: nn.Module, blocks: Blocks, attention: Callable[[], Any]) -> list[RemovableHandle]:
+    """Hook the value layers of a block (Blocks.values); return the hooks. ``attention``: as ValueLayer's."""
     handles = []
     modules = dict(block.named_modules(remove_duplicate=False))
     for names in blocks.values:
         own = [name for name in names if name in modules]
         for place, name in enumerate(own):
-            layer = ValueLayer(block, name, partial(note, place, len(own)), is_early)
-            handles += layer.watch(modules)
+            handles += ValueLayer(block, name, place, len(own), attention).watch(modules)
     return handles

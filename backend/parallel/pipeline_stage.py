@@ -68,10 +68,9 @@ class Stage:
         self.receives_whole = True
         #: Whether references enter before the text does.
         self.references_first = False
-        early = (self._note_values, lambda: self.attention.sends_values)
-        self.hooks = [
-            hook for block in self.own_blocks for hook in watch_values(block, family.blocks, *early)
-        ]
+        self.hooks = []
+        for block in self.own_blocks:
+            self.hooks += watch_values(block, family.blocks, lambda: self.attention)  # of the mesh of then
         if family.blocks.output_layer:
             output_layer = transformer.get_submodule(family.blocks.output_layer)
             self.hooks.append(output_layer.register_forward_hook(self._fill))
@@ -101,9 +100,6 @@ class Stage:
                 modules[i] = wrapped.block
         for hook in self.hooks:
             hook.remove()
-
-    def _note_values(self, index: int, count: int, made: Tensor):
-        self.attention.note_values(index, count, made)  # of the mesh that is joined now
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""
