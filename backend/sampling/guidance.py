@@ -8,6 +8,7 @@ evaluated one by one, so mixing is elementwise and exact for every patch.
 
 import re
 from dataclasses import dataclass
+from string import digits
 
 import torch
 from torch import Tensor
@@ -57,17 +58,12 @@ def names(sample: Sample) -> list[str]:
 
 def branch_of(name: str) -> str:
     """Return the CFG branch of the prompt ``name`` ("negative2" -> "negative")."""
-    return _parsed(name)[1]
+    return name.rstrip(digits)
 
 
 def _place(name: str) -> tuple[int, int]:
-    return CFG_BRANCHES.index(branch_of(name)), int(_parsed(name)[2] or 1)
-
-
-def _parsed(name: str) -> re.Match[str]:
-    match = _NAME.fullmatch(name)
-    assert match is not None, "names() found it"
-    return match
+    branch = branch_of(name)
+    return CFG_BRANCHES.index(branch), int(name.removeprefix(branch) or 1)
 
 
 def mix(prompts: list[Prompt], predictions: list[Tensor], tokens: slice) -> Tensor:

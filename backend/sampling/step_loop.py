@@ -283,7 +283,7 @@ class Denoiser:
         assert state.solver is not None, "solvers are started before the first evaluation"
         tokens = state.span.indices
         try:
-            x, sigma, _ = next(state.solver) if prediction is None else state.solver.send(prediction)
+            x, sigma, _ = state.solver.send(prediction)
             self.x[:, tokens] = self.inpaint.model_input(x, sigma, state.span)
         except StopIteration as end:
             self.x[:, tokens] = end.value
