@@ -24,8 +24,8 @@ NO_WEIGHT = 1e-37
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a request: its CFG branch, weight (a number or (B, N, F)), and the noise levels from
-    ``highest`` down to ``lowest`` at which it counts."""
+    """One prompt of a request. weight: a number or (B, N, F). It counts from ``highest`` to ``lowest``, noise
+    levels."""
 
     branch: str
     weight: float | Tensor = 1.0

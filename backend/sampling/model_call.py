@@ -1,8 +1,7 @@
 """One call of the model over the mesh, for clients that own the step loop (ComfyUI's samplers on the MODEL of
-ParallelModel).
+ParallelModel): a request of one evaluation whose prediction is the model's output, run by the same step loop.
 
-It is a request of one evaluation whose prediction is the model's output, run by the same step loop. The batch
-is spread over the replicas of both the dp and the cfg axis: its samples know of no CFG branches.
+The batch is spread over the replicas of both the dp and the cfg axis: its samples know of no CFG branches.
 """
 
 from dataclasses import replace
@@ -38,8 +37,7 @@ def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
 
 
 def check_call(call: ModelCall, config: ParallelConfig, target: RequestTarget) -> ModelInputs:
-    """Refuse a call that cannot run; return what it gives the model. Raises UnsupportedError or
-    ConfigError."""
+    """Return what a call gives the model. Raises UnsupportedError or ConfigError where it cannot run."""
     family = target.family
     model_config = target.config
     run = _settings(call, config).validate()
@@ -95,8 +93,7 @@ def build_call(
     samples: list[int],
     inputs: ModelInputs | None = None,
 ) -> Request:
-    """Build the request of a checked call on ``device`` for some ``samples`` of its batch. ``inputs``: as it
-    was checked, where that was done here."""
+    """Build the request of a checked call for some ``samples`` of its batch; ``inputs``: by the check."""
     inputs = inputs or inputs_of(call, family, model_config)
     grid = inputs.grid
     batch = inputs.batch
@@ -174,8 +171,7 @@ class OneCall(Denoiser):
         ]
 
     def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
-        """Bring outputs to the first stage, and forget what was computed of the samples' prompts: no other
-        samples of the call read it."""
+        """Bring outputs to the first stage; forget the samples' prompts, which no others of the call read."""
         super()._hand_over(patch, context, output)
         self.runner.model.cache.forget_answers()
 

@@ -25,7 +25,7 @@ class ModelInputs:
 
 
 def inputs_of(message: Sample | ModelCall, family: Family, model_config: dict) -> ModelInputs:
-    """Return what a message whose latent is checked gives the model; of a call with all its tensors."""
+    """Return what a message whose latent is checked gives the model."""
     tensors = message.tensors
     if isinstance(message, Sample):
         latent = tensors["noise"]

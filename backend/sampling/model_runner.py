@@ -43,9 +43,9 @@ from .request import Request
 
 @dataclass
 class LoadedModel:
-    """A transformer on this rank. ``stage`` is None where one rank runs every token and block. ``choices``:
-    quantized parameter -> how it multiplies. ``parked_on``: ranks whose weights wait in host memory, the
-    same on every rank. ``dequantized_bytes``: in which weights stayed dequantized in the last request."""
+    """A transformer on this rank. stage: None where one rank runs every token and block. choices: quantized
+    parameter -> how it multiplies. parked_on: ranks whose weights wait in host memory, the same on each.
+    dequantized_bytes: of weights that stayed dequantized in the last request."""
 
     transformer: nn.Module
     dtype: torch.dtype
@@ -60,7 +60,6 @@ class LoadedModel:
 
     @property
     def parked(self) -> bool:
-        """Return whether this rank's weights wait in host memory."""
         return self.cache.mesh.rank in self.parked_on
 
     @property
@@ -70,8 +69,7 @@ class LoadedModel:
 
     @property
     def dequantized_every_step(self) -> list[PackedWeight]:
-        """The quantized weights that this rank dequantizes in every step: not those of layers whose answers
-        are cached for a request."""
+        """The quantized weights that this rank dequantizes in every step: of layers that are not cached."""
         cached = [layer for layer in self.cache.layers if layer.kind != "step"]
         once = {id(module) for layer in cached for module in layer.modules()}
         every = quantized([self.transformer])
@@ -132,8 +130,7 @@ class LoadedModel:
         return 0 if blocks.whole_only else blocks.head_size(self.config)
 
     def facts(self, config: ParallelConfig, device: str, capabilities: Set[Capability]) -> dict:
-        """Return what a client needs to know of the model (Loaded.info), on ranks of ``config`` with GPUs of
-        these ``capabilities``."""
+        """Return Loaded.info, on ranks of ``config`` with GPUs of these ``capabilities``."""
         where = (device, self.dtype, self.head_size, capabilities)
         ring = kernel_table.merges(config)
         return {
@@ -180,8 +177,7 @@ class Runner:
         self.step_ends = {index: end.to(device) for index, end in ends.items() if end is not None}
 
     def modulate_ahead(self, prompts: tuple[str, ...]):
-        """Compute the modulation of all evaluations, which ``plan`` has named, where the family has such
-        layers."""
+        """Compute the modulation of all planned evaluations, where the family has such layers."""
         model = self.model
         if not model.family.cache.modulation:
             return
@@ -222,9 +218,8 @@ class Runner:
         return self.prompts[key]
 
     def run(self, x: Tensor, sigma: Tensor, context: StepContext) -> Tensor | None:
-        """Evaluate x (B, N, F) at the noise level ``sigma`` (0-d, CPU), which ``plan`` was given for this
-        evaluation; return the output of this rank's tokens and the samples of ``context`` (b, n, F), or None
-        on all but the last stage."""
+        """Evaluate x (B, N, F) at the noise level ``sigma`` (0-d, CPU) of a planned evaluation. Return the
+        output for this rank's tokens and the context's samples (b, n, F); None before the last stage."""
         self.calls += 1
         model = self.model
         grid = self.request.grid
@@ -241,7 +236,6 @@ class Runner:
         return model.family.io.output(output, grid)[:, local.indices]
 
     def _time(self, context: StepContext) -> Tensor:
-        """Return the model's own time of an evaluation, or the samples' times where the client sent them."""
         if self.request.times is not None:
             return self.request.times[context.samples]
         return self.times[context.evaluation]
@@ -257,14 +251,14 @@ class Runner:
             self.buffers.begin_evaluation(ratio)
 
     def expect(self, context: StepContext) -> bool:
-        """Make ready to receive a forward's activations; return False where their size is not known yet, or
-        where this stage's allocator may wait for that receive, and its sender's for this stage."""
+        """Post the receive of a forward's activations. Return False where their size is unknown, or where
+        this stage's allocator may wait for that receive, and its sender's for this stage."""
         stage = self.model.stage
         return stage is None or (segments_grow() and stage.expect(context))
 
     def statistics(self, started: float) -> dict:
-        """Return the seconds since ``started`` (time.perf_counter), the calls of the model, the bytes sent by
-        purpose, and what a user should be told, in sentences. Every rank calls it."""
+        """Return the seconds since ``started`` (time.perf_counter), the model's calls, the bytes sent by
+        purpose, and notes for the user. Every rank calls it."""
         seconds = time.perf_counter() - started
         calls = {"model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
         outcome = self.outcome()
@@ -279,7 +273,6 @@ class Runner:
         return failure_lines(all_gather_object(own, mesh.control))
 
     def _unread(self) -> list[str]:
-        """Return the notes on arguments of the request that the model does not read."""
         sent = {name for arguments in self.request.conditioning.values() for name in arguments}
         return [note for name, note in self.model.family.conditioning.notes.items() if name in sent]
 
@@ -308,7 +301,6 @@ def running(model: LoadedModel, request: Request) -> Iterator[Runner]:
 
 
 def _blocks(model: LoadedModel, request: Request) -> AbstractContextManager[Callable[[], Outcome]]:
-    """Return the blocks of this rank as the request has them run."""
     if request.config.compile != "blocks":
         return nullcontext(Outcome)
     return compiled(model.stage.own_blocks if model.stage else blocks_of(model.transformer, model.family))

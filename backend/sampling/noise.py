@@ -1,5 +1,4 @@
-"""The random numbers of a request: ComfyUI's generators over the whole latent, so that patches and ranks get
-slices of the same numbers."""
+"""A request's random numbers: ComfyUI's, over the whole latent, of which patches and ranks take slices."""
 
 import warnings
 from collections.abc import Callable
@@ -11,14 +10,12 @@ from torch import Tensor
 from ..loading.staging import send
 from ..models.latent_tokens import NestedGrid, TokenGrid
 
-#: Draws that are cached: patches of one step are at most one model call apart, and a call consumes at most
-#: two.
+#: Draws that are cached: a step's patches are at most one model call apart, which consumes at most two.
 CACHED = 4
 
 
 def next_seed(seed: int) -> int:
-    """Return one more than a request's seed, by which ComfyUI draws further noise on the CPU; after the last
-    seed comes the first."""
+    """Return the seed by which ComfyUI draws further noise on the CPU: one more, after the last the first."""
     return (seed + 1) % (1 << 64)
 
 
@@ -56,8 +53,7 @@ class FreshNoise:
         return self.drawn[index]
 
     def brownian(self, sigma: Tensor, target: Tensor) -> Tensor:
-        """Return the Brownian path's increment (B, N, F) from noise level ``sigma`` to ``target``, over its
-        standard deviation.
+        """Return the Brownian path's increment (B, N, F) between noise levels, over its standard deviation.
 
         ComfyUI's BrownianTreeNoiseSampler: the tree spans the schedule and is drawn on the CPU, so every
         device has the same path. The device need not have caught up for the copy to it.

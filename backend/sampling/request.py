@@ -66,7 +66,6 @@ class Request:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The CFG branches that are evaluated."""
         found = {prompt.branch for prompt in self.prompts.values()}
         return tuple(name for name in CFG_BRANCHES if name in found)
 
@@ -122,7 +121,7 @@ class Request:
         return self.grid.per_token([factors[which] for factors in self.rescale(sigma)], like)
 
     def start(self) -> Tensor:
-        """Return the solver's first x, (B, N, F)."""
+        """Return the solver's first x (B, N, F)."""
         return self.prediction.add_noise(self.sigmas[0], self.noise, self.latent, self.from_pure_noise)
 
 
@@ -245,7 +244,6 @@ class Inpaint:
 
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
-    """Return the solver's problem for the tokens of ``span``."""
     tokens = span.indices
     return Problem(
         sigmas=request.sigmas,

@@ -12,8 +12,7 @@ from .solvers import dpmpp, euler, exponential, multistep, unipc
 from .solvers.problem import Problem
 
 _FAMILIES = (euler, dpmpp, multistep, exponential, unipc)
-#: ddim is ComfyUI's: Euler steps, and its own noise where a mask keeps part of the latent (see
-#: request.Inpaint).
+#: ComfyUI's ddim: Euler steps, and noise of its own where a mask keeps part of the latent (Inpaint).
 _ALIASES = {"ddim": "euler"}
 
 
@@ -37,8 +36,7 @@ class Evaluation:
 
 
 def solver_input(solver: str, denoised: Tensor, negative: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """Return what ``solver`` is sent for a model call: the prediction, or a pair with the uncond prediction
-    (before guidance and mask)."""
+    """Return what ``solver`` is sent: the prediction, or a pair with uncond's (before guidance and mask)."""
     return (denoised, negative) if solver in NEEDS_NEGATIVE else denoised
 
 
@@ -53,9 +51,8 @@ def evaluations(solver: str, problem: Problem) -> list[Evaluation]:
 
 
 def is_finite(solver: str, problem: Problem) -> bool:
-    """Return whether ``solver`` gets through the schedule, and a flow model's latent back to the scale of
-    images, without dividing by zero. Its factors follow from the noise levels alone, so a dry run over one
-    number shows it."""
+    """Return whether ``solver`` gets through the schedule, and back to the scale of images, without dividing
+    by zero. Its factors follow from the noise levels alone, so a dry run over one number shows it."""
     run = _dry(solver, problem, (0.3, 0.7, 0.4))
     try:
         while next(run)[0].abs() < MAX_DRY_RUN:

@@ -36,7 +36,7 @@ class RequestCancelled(Exception):
 
 @dataclass
 class SolverState:
-    """One solver over the tokens of one patch; ``solver`` runs on the first stage alone."""
+    """One solver over the tokens of a patch; it runs on the first stage alone."""
 
     span: Span
     solver: Steps | None = None
@@ -66,10 +66,9 @@ class Pending:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What the step loop reports. on_step(steps done, x0): on the first stage alone; x0 (B, N, F) is the
-    prediction with which the step began. should_stop(): asked on global rank 0 alone. on_denoised(x0): the
-    whole batch's of the last step, where a request asks for it. on_begin(step): on every rank before each
-    evaluation of a step."""
+    """What the step loop reports. on_step(steps done, x0): on the first stage; x0 (B, N, F) is the prediction
+    with which the step began. should_stop(): asked on global rank 0. on_denoised(x0): of the whole batch and
+    the last step, if a request asks for it. on_begin(step): on every rank before each evaluation."""
 
     on_step: Callable = nothing
     should_stop: Callable[[], bool] = lambda: False
@@ -104,7 +103,6 @@ class Denoiser:
 
     @property
     def planned_calls(self) -> int:
-        """The calls of the model that this rank makes."""
         calls = 0
         for index, evaluation in enumerate(self.plan):
             prompts = self._own(self.request.prompts_at(evaluation.sigma))
@@ -128,8 +126,7 @@ class Denoiser:
         ]
 
     def run(self) -> Tensor:
-        """Denoise; return the latent as tokens (B, N, F), valid on the first stage. Raises
-        RequestCancelled."""
+        """Return the denoised tokens (B, N, F), valid on the first stage. Raises RequestCancelled."""
         self.runner.plan([evaluation.sigma for evaluation in self.plan])
         self._modulate_ahead()
         if self.first_stage:
@@ -162,8 +159,7 @@ class Denoiser:
             self._step(state, None)
 
     def _is_stale(self, index: int) -> bool:
-        """Return whether the evaluation reads stale keys and values. A prompt that begins to count has none
-        yet."""
+        """Return whether the evaluation reads stale K/V; a prompt that begins to count has none yet."""
         evaluation = self.plan[index]
         if len(self.patches) == 1 or evaluation.step < self.request.config.warmup_steps:
             return False
@@ -197,8 +193,7 @@ class Denoiser:
                 ahead = max(ahead, done)
 
     def _micro_batches(self, patch: Patch, index: int, prompts: tuple[str, ...]) -> list[StepContext]:
-        """Return the prompts, and in a synchronous step of the pipeline each sample of the batch by
-        itself."""
+        """Return the micro-batches: prompts, and in a pipeline's synchronous step each sample by itself."""
         batch = self.x.shape[0]
         whole = patch is self.whole
         spans = [Span(0, batch)]
@@ -260,13 +255,11 @@ class Denoiser:
         return dict(zip(pending.prompts, cat_or_same(gathered, dim=2)))
 
     def _token_counts(self, patch: Patch) -> list[int]:
-        """Return the image tokens of a patch on every SP rank."""
         sp = self.mesh.sp
         return [len(patch.span.shard(i, sp.size, sp.shares)) for i in range(sp.size)]
 
     def _predict(self, branch: str, outputs: dict[str, Tensor], pending: Pending) -> Tensor:
-        """Return what the prompts of one CFG branch predict together, (B, tokens of the patch, F); zeros
-        where none counts."""
+        """Return a CFG branch's prediction, (B, tokens of the patch, F); zeros where no prompt counts."""
         request = self.request
         span = pending.patch.span
         tokens = span.indices
@@ -317,8 +310,7 @@ class Denoiser:
 
 
 def _ratio(plan: list[Evaluation], index: int) -> float:
-    """Return the step in sigma to evaluation ``index`` over the step before it; 0 where there are no two
-    steps."""
+    """Return the step in sigma to evaluation ``index`` over the one before; 0 without two steps."""
     if index < 2:
         return 0.0
     step = float(plan[index].sigma - plan[index - 1].sigma)

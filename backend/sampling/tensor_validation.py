@@ -1,5 +1,4 @@
-"""What the tensors of a request, or of a call of the model, must be for a family: types, numbers, shapes.
-Refusals are sentences."""
+"""What the tensors of a request, or of a call, must be for a family: types, numbers, shapes."""
 
 import math
 from typing import Any
@@ -36,10 +35,9 @@ def check_numbers(tensors: dict[str, Tensor]):
 
 
 def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str):
-    """Refuse a ``result`` without any number of the model in the file ``name``, which was computed in
-    ``dtype`` with the kernel ``attention``. Raises UnsupportedError. Where some values are numbers, ComfyUI
-    shows what there is; zeros next to values that are none are gaps, which the model has not computed
-    (latent_tokens.PartialGrid)."""
+    """Refuse a ``result`` of the model in the file ``name`` that holds no number. Raises UnsupportedError.
+    Where some values are numbers, ComfyUI shows what there is; zeros among the others are gaps, which the
+    model has not computed (latent_tokens.PartialGrid)."""
     finite = torch.isfinite(result)
     if finite.all() or result[finite].any():
         return
@@ -101,8 +99,7 @@ def is_latent(shape: Any, channels: int) -> bool:
 def check_arguments(
     whose: str, given: dict[str, Tensor], inputs: ModelInputs, family: Family, model_config: dict
 ):
-    """Refuse arguments of ``inputs`` that the family does not take, or that do not fit it. Raises
-    UnsupportedError."""
+    """Refuse arguments that the family does not take, or that do not fit. Raises UnsupportedError."""
     batch = inputs.batch
     grid = inputs.grid
     for name in given:

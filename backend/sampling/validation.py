@@ -58,8 +58,8 @@ def refusing(what: str):
 
 @dataclass(frozen=True)
 class RequestTarget:
-    """The model that a request is for, and the ranks that run it. config: arguments of the diffusers class.
-    device: "cuda" or "cpu". capabilities: of the ranks' GPUs."""
+    """The model of a request and its ranks. config: arguments of the diffusers class. device: "cuda" | "cpu".
+    capabilities: of the ranks' GPUs."""
 
     family: Family
     config: dict
@@ -69,8 +69,7 @@ class RequestTarget:
 
 
 def check_sample(sample: Sample, config: ParallelConfig, target: RequestTarget) -> ModelInputs:
-    """Refuse a request that cannot run; return what it gives the model. Raises UnsupportedError or
-    ConfigError."""
+    """Return what a request gives the model. Raises UnsupportedError or ConfigError where it cannot run."""
     family = target.family
     model_config = target.config
     run = request_config(sample, config)
@@ -187,7 +186,7 @@ def _check_solver(sample, family, has_negative):
 
 
 def _check_schedule(sample, prediction):
-    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does; no image comes of it."""
+    """Refuse noise levels on which a solver divides by zero, as ComfyUI's does."""
     sigmas = sample.tensors["sigmas"].float()
     percents = sample.tensors.get("percent_sigmas", torch.zeros(0))
     still = (sigmas.diff() == 0) | (sigmas[:-1] == 0)

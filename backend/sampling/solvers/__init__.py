@@ -1,5 +1,4 @@
-"""Solvers by family of methods; solver_registry.py names them. Each is a generator over the tokens of one
-patch (or of the whole latent).
+"""Solvers by family of methods; solver_registry.py names them. Each is a generator over a patch's tokens.
 
 A solver yields ``(x, sigma, step)`` where it needs the model, is sent the denoised prediction (those in
 solver_names.NEEDS_NEGATIVE: the pair of the guided and the negative prompt's prediction), and returns the

@@ -1,5 +1,4 @@
-"""DPM-Solver++ (Lu et al. 2022, arXiv 2211.01095): exponential integrators of the data prediction, and their
-stochastic forms."""
+"""DPM-Solver++ (Lu et al. 2022, arXiv 2211.01095): exponential integrators of the data prediction."""
 
 from collections.abc import Callable
 
@@ -27,8 +26,7 @@ def dpmpp_2m(x: Tensor, problem: Problem) -> Steps:
 
 
 def dpmpp_2s_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by DPM-Solver++(2S), the second-order single step, with fresh noise; for flow models the
-    rectified-flow form of it."""
+    """Integrate by DPM-Solver++(2S), single step of order 2, with fresh noise; flow models in their form."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -57,8 +55,7 @@ def _middle(problem: Problem, sigma: Tensor, down: Tensor) -> Tensor:
 
 
 def dpmpp_sde(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by DPM-Solver++ of the SDE: the prediction at the middle of the half log SNR takes the whole
-    step."""
+    """Integrate by DPM-Solver++ of the SDE; the prediction midway in half log SNR takes the whole step."""
     problem = problem.with_finite_snr()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i

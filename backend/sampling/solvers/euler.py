@@ -17,8 +17,7 @@ def euler(x: Tensor, problem: Problem) -> Steps:
 
 
 def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by Euler steps with fresh noise (k-diffusion); for flow models the rectified-flow form of
-    it."""
+    """Integrate by Euler steps with fresh noise (k-diffusion); flow models in the rectified-flow form."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -32,8 +31,7 @@ def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
 
 
 def euler_cfg_pp(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by CFG++ (arXiv 2406.08070): guided data, renoised by the noise that the negative prompt
-    predicts."""
+    """Integrate by CFG++ (arXiv 2406.08070): guided data, renoised as the negative prompt predicts."""
     return _cfg_pp(x, problem)
 
 
@@ -61,8 +59,7 @@ def _cfg_pp(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = No
 
 
 def heun(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by Heun's second-order steps (Karras et al. 2022, algorithm 2 without churn); Euler into
-    sigma 0."""
+    """Integrate by Heun steps (Karras et al. 2022, algorithm 2 without churn); Euler into sigma 0."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         slope = (x - denoised) / sigma
@@ -80,8 +77,7 @@ def _log_midpoint(sigma: Tensor, target: Tensor) -> Tensor:
 
 
 def dpm_2(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by DPM-Solver-2 (arXiv 2206.00927) as in k-diffusion: the slope at the logarithmic
-    midpoint."""
+    """Integrate by DPM-Solver-2 (arXiv 2206.00927, k-diffusion): the slope at the logarithmic midpoint."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         if sigma_next == 0:
@@ -95,8 +91,7 @@ def dpm_2(x: Tensor, problem: Problem) -> Steps:
 
 
 def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by DPM-Solver-2 steps with fresh noise (k-diffusion); for flow models the rectified-flow form
-    of it."""
+    """Integrate by DPM-Solver-2 with fresh noise (k-diffusion); flow models in the rectified-flow form."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -112,8 +107,7 @@ def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
 
 
 def lcm(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by latent consistency sampling (arXiv 2310.04378): jump to the prediction, add noise of the
-    next level."""
+    """Sample by latent consistency (arXiv 2310.04378): take the prediction, add noise of the next level."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         x = yield x, sigma, i
@@ -123,8 +117,7 @@ def lcm(x: Tensor, problem: Problem) -> Steps:
 
 
 def ddpm(x: Tensor, problem: Problem) -> Steps:
-    """Step by the posterior mean and variance of DDPM (arXiv 2006.11239), in its variance-preserving
-    scale."""
+    """Step by DDPM's posterior mean and variance (arXiv 2006.11239), in its variance-preserving scale."""
     fresh = problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i

@@ -13,14 +13,12 @@ ER_POINTS = 200
 
 
 def _er_scale(level: Tensor) -> Tensor:
-    """Return how much noise ER-SDE replaces at a noise-to-signal ratio ``level`` (the authors' fifth
-    choice)."""
+    """Return the noise that ER-SDE replaces at a noise-to-signal ratio (the authors' fifth choice)."""
     return level * ((level**0.3).exp() + 10.0)
 
 
 def er_sde(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by ER-SDE-Solver-3 (Cui et al. 2023, arXiv 2309.06169), the extended reverse-time SDE, to
-    third order."""
+    """Integrate by ER-SDE-Solver-3 (Cui et al. 2023, arXiv 2309.06169): the extended reverse-time SDE."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     levels = problem.half_log_snr(problem.sigmas).neg().exp()
     old_denoised = old_first = None
@@ -81,8 +79,7 @@ def _phi_2(h: Tensor) -> Tensor:
 
 
 def _seeds_points(problem: Problem, sigma: Tensor, sigma_next: Tensor, fractions: tuple[float, ...]) -> tuple:
-    """Return (h, the stages' sigmas, their alphas) at fractions of the step h in half log SNR, and at its
-    end."""
+    """Return (h, sigmas, alphas) at fractions of the step h in half log SNR, and at its end."""
     start = problem.half_log_snr(sigma)
     end = problem.half_log_snr(sigma_next)
     lambdas = [*(torch.lerp(start, end, fraction) for fraction in fractions), end]
@@ -96,8 +93,7 @@ def _scaled(x: Tensor, sigma: Tensor, sigma_next: Tensor, h: Tensor) -> Tensor:
 
 
 def seeds_2(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by SEEDS-2 (arXiv 2305.14267): the half step's prediction takes the whole step (phi_1
-    form)."""
+    """Integrate by SEEDS-2 (arXiv 2305.14267): the half step's prediction takes the whole step (phi_1)."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
@@ -115,8 +111,7 @@ def seeds_2(x: Tensor, problem: Problem) -> Steps:
 
 
 def seeds_3(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by SEEDS-3 (Gonzalez et al. 2023, arXiv 2305.14267), with stages at a third and two thirds of
-    the step."""
+    """Integrate by SEEDS-3 (Gonzalez et al. 2023, arXiv 2305.14267): stages at 1/3 and 2/3 of the step."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     r_1 = 1 / 3
     r_2 = 2 / 3
@@ -146,8 +141,7 @@ _PREDICTOR_ORDER, _CORRECTOR_ORDER = 3, 4
 
 
 def sa_solver(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by SA-Solver (arXiv 2309.05019): stochastic Adams, predictor of order 3 and corrector of
-    order 4."""
+    """Integrate by SA-Solver (arXiv 2309.05019): stochastic Adams, predictor order 3, corrector order 4."""
     problem, fresh = problem.with_finite_snr(), problem.draws()
     sigmas = problem.sigmas
     lambdas = problem.half_log_snr(problem.sigmas)
@@ -198,8 +192,7 @@ def _adams_weights(knots: Tensor, start: Tensor, end: Tensor, tau: float) -> Ten
     rate = 1 + tau**2
     order = len(knots)
     powers = torch.arange(order, dtype=knots.dtype)
-    # the moments (L_j -> s^p) by repeated integration by parts; log-gamma and not a factorial, for ComfyUI's
-    # rounding
+    # the moments (L_j -> s^p) by repeated integration by parts; log-gamma, for ComfyUI's rounding
     edges = end**powers - start**powers * (-rate * (end - start)).exp()
     depth = powers[:, None] - powers[None, :]
     log_factorial = (powers + 1).lgamma()

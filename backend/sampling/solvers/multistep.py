@@ -52,8 +52,7 @@ _EQUAL_STEPS = (((1,), 1), ((3, -1), 2), ((23, -16, 5), 12), ((55, -59, 37, -9),
 
 
 def ipndm(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by improved PNDM (arXiv 2204.13902): Adams-Bashforth of order 4 with the weights of equal
-    steps."""
+    """Integrate by improved PNDM (arXiv 2204.13902): Adams-Bashforth of order 4, as if steps were equal."""
     sigmas = problem.sigmas
 
     def change(i, slopes):
@@ -104,8 +103,7 @@ def _uneven_steps(h: Tensor, h1=None, h2=None, h3=None) -> tuple:
 
 
 def deis(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by DEIS (Zhang & Chen 2022, arXiv 2204.13902), tAB of order 3 in the time of a linear
-    VP-SDE."""
+    """Integrate by DEIS (Zhang & Chen 2022, arXiv 2204.13902): tAB of order 3, in a linear VP-SDE's time."""
     weights = _deis_weights(tuple(problem.sigmas.tolist()))
     slopes: list[Tensor] = []
     for i, sigma, sigma_next in problem.steps:
@@ -120,8 +118,7 @@ def deis(x: Tensor, problem: Problem) -> Steps:
 
 
 def _vp_time(sigmas: Tensor) -> tuple[Tensor, float, float]:
-    """Return (times, beta at 0, beta at 1) of the linear VP-SDE whose noise levels go from 0.002 at time 1e-3
-    to 80 at time 1."""
+    """Return (times, beta at 0, beta at 1) of the linear VP-SDE from level 0.002 at time 1e-3 to 80 at 1."""
     log_start = torch.tensor(0.002).square().add(1).log().item()
     log_end = math.log(80**2 + 1)
     rise = 2 * (log_start / 1e-3 - log_end) / (1e-3 - 1)

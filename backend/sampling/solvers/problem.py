@@ -24,9 +24,8 @@ class Problem:
     noise: ``noise(k)`` is the k-th fresh Gaussian draw of the request, in the shape of the solver's x.
     brownian: ``brownian(a, b)`` is a Brownian path's increment between the noise levels a and b, over its
     standard deviation.
-    percent_to_sigma: the model's noise level after this fraction of sampling (0 to 1), as ComfyUI's
-    model_sampling has it. Random numbers belong to the whole latent, so they do not depend on patches or
-    ranks.
+    percent_to_sigma: the model's noise level after this fraction of sampling, as ComfyUI's model_sampling.
+    Random numbers belong to the whole latent, so they depend on neither patches nor ranks.
     """
 
     sigmas: Tensor
@@ -90,8 +89,7 @@ def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
 
 
 def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x =
-    data + sigma · noise)."""
+    """Return (down, up) for x = data + noise: noise of level ``up`` leads from ``down`` to ``target``."""
     # not a number where the schedule rises: ``target`` then
     up = torch.fmin(target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5)
     return (target**2 - up**2) ** 0.5, up
