@@ -1,5 +1,4 @@
-"""The attention of wrapped blocks: one hook on F.scaled_dot_product_attention, where all diffusers models
-end.
+"""The attention of wrapped blocks: one hook on F.scaled_dot_product_attention, where diffusers' models end.
 
 Inside a block that runs here the hook adds the all-to-all of Ulysses (arXiv 2309.14509), the hops of ring
 attention (arXiv 2310.01889), and PipeFusion's key/value buffers (arXiv 2405.14430). Elsewhere it is torch's
@@ -34,9 +33,9 @@ Kind = str | tuple[str, str]
 class BlockCall:
     """The block that runs now, and how many attention calls it has made.
 
-    tokens: those of this forward. dummy: the text is one dummy token. static_text: keys and values of text,
-    which stands first, are cached. text_mask: (B, text), true where keys may be read. values: those of the
-    next attention call, where they are on their way; made: what some of its value layers have made.
+    dummy: the text is one dummy token. static_text: keys and values of text, which stands first, are cached.
+    text_mask: (B, text), true where keys may be read. values: those of the next attention call that are on
+    their way; made: what some of its value layers have made.
     """
 
     layer: int
@@ -52,7 +51,6 @@ class BlockCall:
 
     @property
     def next_kind(self) -> Kind:
-        """The kind of the next call."""
         return self.kinds[self.calls % len(self.kinds)]
 
     def next(self) -> tuple[Kind, tuple]:
@@ -64,11 +62,9 @@ class BlockCall:
 
     @property
     def dummy_first(self) -> bool:
-        """Return whether the dummy token, which stands for the text, comes before the image."""
         return self.tokens.sequence.text_position == "first"
 
     def without_dummy(self, x: Tensor, dim: int) -> Tensor:
-        """Return ``x`` without the dummy token."""
         return x.narrow(dim, int(self.dummy_first), x.shape[dim] - 1)
 
 
@@ -156,9 +152,8 @@ class Attention:
         return self.call is not None and not with_queries
 
     def note_values(self, index: int, count: int, made: Tensor):
-        """Collect the values (B, tokens, features) of the block's next attention call, one value layer at a
-        time: ``made`` is of layer ``index`` of ``count``. The last one starts the send to the ranks of the
-        heads.
+        """Collect the values (B, tokens, features) of the block's next attention call: ``made`` is of value
+        layer ``index`` of ``count``. The last one starts the send to the ranks of the heads.
 
         Values travel with queries and keys where stale ones are read (PipeFusion's patches leave less to
         overlap), and in compiled blocks, which norm and rotate in a kernel or two.

@@ -19,7 +19,6 @@ from .stage_split import IMAGE_TOKENS, TEXT_TOKENS
 #: A layer of queries, keys, values and the MLP at once: its width is not that of the queries.
 QUERY_LAYERS = (*QUERIES, "to_qkv_mlp_proj")
 
-
 #: Kinds of keys that are no tokens of the sequence: the prompt's, and the state of linear attention.
 PROMPT, STATE = "prompt", "state"
 #: Latent -> its tokens, of nested latents that blocks keep apart.
@@ -65,7 +64,6 @@ class LayerTokens:
     divided: str = ""
 
     def count(self, image: int, text: int, latents: Latents) -> int:
-        """Count them, of so many."""
         own = latents[self.latent] if self.latent else image
         return self.image * own + self.text * text
 
@@ -73,8 +71,7 @@ class LayerTokens:
 @dataclass(frozen=True)
 class AttentionCall:
     """A call of attention in a block. queries, keys: kinds of tokens (SequenceLengths.length_of), PROMPT or
-    STATE. width, kv_width: features of the queries, and of the keys, of all heads. is_control: made once for
-    each control input."""
+    STATE. width, kv_width: features of all heads of queries and keys. is_control: once a control input."""
 
     queries: str
     keys: str
@@ -93,14 +90,12 @@ class AttentionCall:
         return known.get(self.queries, image) * known.get(self.keys, image)
 
 
-#: Of layers outside of the blocks: those before them have the same tokens on all ranks, those after them have
-#: this rank's.
+#: Layers outside of the blocks: before them tokens are the same on all ranks, after them this rank's.
 OUTSIDE = LayerTokens(True, False, divided="image")
 
 
 def attention_calls(block: nn.Module, list_name: str, family, config: Mapping) -> list[AttentionCall]:
-    """Return the attention calls of a ``block`` of the list ``list_name``: one kind for each of its attention
-    modules, in order."""
+    """Return a block's attention calls, one for each of its attention modules, in order."""
     modules = [(name, module) for name, module in block.named_modules() if is_attention(module)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
     calls = []
@@ -119,7 +114,7 @@ def attention_calls(block: nn.Module, list_name: str, family, config: Mapping) -
 
 
 def layer_tokens(block: nn.Module, list_name: str, family) -> dict[str, LayerTokens]:
-    """Return layer of a ``block`` of the list ``list_name`` -> the tokens that pass it."""
+    """Return layer of a block -> the tokens that pass it."""
     names = [name for name, _ in block.named_modules()]
     of_text = {name for name in names if matches(name, family.blocks.text_layers)}
     apart = (

@@ -1,7 +1,6 @@
 """The token streams of one forward, and how the arguments of a block are cut to the tokens of this rank.
 
-Streams are {"image": (B, tokens, D), "text": (B, tokens, D) or None}; a joined block takes both in one
-tensor.
+Streams are {"image": (B, tokens, D), "text": (B, tokens, D) or None}; joined blocks take one tensor.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,12 +49,10 @@ class BlockStructure:
 
     @property
     def total(self) -> int:
-        """Number of blocks."""
         return len(self.joined)
 
     def can_skip(self, index: int) -> bool:
-        """Return whether a block of another stage can be passed over: it is no entry or exit, and the stream
-        layout does not change after it."""
+        """Return whether another stage's block is passed over: no entry or exit, no new layout after it."""
         edges = (0, self.entry - 1, self.entry, self.total - 1)
         return index not in edges and self.joined[index] == self.joined[index + 1]
 
@@ -79,7 +76,6 @@ class BlockStructure:
 
 
 def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
-    """Return the list of blocks of that name."""
     blocks = transformer.get_submodule(name)
     assert isinstance(blocks, nn.ModuleList), "a family names lists of blocks"
     return blocks
@@ -128,7 +124,7 @@ class Forward:
         return self.entered
 
     def streams(self, index: int, call: dict[str, Any]) -> Streams:
-        """Return this rank's image and text tokens among a block's arguments; whole where they enter."""
+        """Return this rank's tokens among a block's arguments; whole where they enter."""
         structure = self.structure
         blocks = structure.family.blocks
         enters = index in (0, structure.entry)
@@ -270,7 +266,7 @@ class Forward:
         return full
 
     def whole_text(self, text: Tensor) -> Tensor:
-        """Return as many text tokens as the model handed in, without values."""
+        """Return text in the shape in which the model handed it in, without values."""
         return shape_only(text, self.tokens.sequence.text)
 
     def whole(self, image: Tensor) -> Tensor:

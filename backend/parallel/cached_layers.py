@@ -55,8 +55,8 @@ def cache_layers(
 def _wanted(
     transformer: nn.Module, blocks: Sequence[str], family: Family, is_first_stage: bool
 ) -> list[tuple[str, str]]:
-    """Return (name, kind) of every layer to cache: of each block, then of the transformer. Stages after the
-    first are sent image tokens and references; of what their own embedders return they use the shape."""
+    """Return (name, kind) of every layer to cache. Stages after the first are sent image tokens and
+    references; of what their own embedders return they use the shape."""
     wanted = []
     for block in blocks:
         wanted.append((f"{block}.", "modulation", family.cache.modulation))

@@ -99,8 +99,7 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
 
 
 def gather_equal(x: Tensor, axis: Axis, mechanism: str) -> list[Tensor]:
-    """Return every rank's tensor, all of one shape, by a collective, whose memory is free when it is waited
-    for (``pass_on``)."""
+    """Return every rank's tensor, all of one shape, by a collective, whose memory is soon free (pass_on)."""
     gathered = x.new_empty(axis.size * x.numel())
     with WAIT_CLOCK:
         all_gather_single(gathered, x.view(-1), axis.group)
@@ -123,8 +122,7 @@ def _fill(gathered: list[Tensor], axis: Axis, mechanism: str):
 
 
 def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
-    """Concatenate every rank's ``x``, ``lengths[i]`` long on rank i, on the first rank; the others keep their
-    own."""
+    """Concatenate every rank's ``x``, ``lengths[i]`` long, on the first rank; the others keep their own."""
     if axis.size == 1:
         return x
     if not axis.is_first:
@@ -166,7 +164,7 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
 
 
 def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Return the largest of every rank's ``x`` over ``axis``, the same on each."""
+    """Return the largest of every rank's ``x``."""
     wide = x.float()  # of which every backend knows the maximum
     with WAIT_CLOCK:
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
@@ -197,8 +195,7 @@ def _finish(operations: list[dist.P2POp]):
 
 
 def pass_on(x: Tensor, shape: tuple[int, ...], axis: Axis, mechanism: str) -> Callable[[], Tensor]:
-    """Begin to send ``x`` to the next rank of a ring; return what waits for the tensor of ``shape`` from the
-    one before.
+    """Begin to send ``x`` to the next rank of a ring; return what receives from the one before, in ``shape``.
 
     An all-to-all with one neighbour each way: the same two messages of NCCL. Memory of a point-to-point
     message stays in use until the GPU has passed it, blocks behind the host; that of a collective until
@@ -213,13 +210,11 @@ def pass_on(x: Tensor, shape: tuple[int, ...], axis: Axis, mechanism: str) -> Ca
 
 
 class Pipe:
-    """A one-way stream of tensors: from the rank that ``incoming`` joins to this one, from this rank to that
-    of ``outgoing``. Receives may be posted ahead.
+    """A one-way stream of tensors, from the rank of ``incoming`` and to that of ``outgoing``.
 
-    A dropped handle of an isend loses the message on gloo, so sends stay here until they are done.
+    Receives may be posted ahead. Sends stay here until they are done: gloo loses one whose handle is dropped.
     keeps_buffers: what was taken may be overwritten from the next ``post`` or ``take`` on, so that two
-    buffers of a shape serve all tensors, and addresses stay. free: those that hold nothing now; shapes: of
-    what is to come.
+    buffers of a shape serve all tensors, and addresses stay. free: those of now; shapes: of what is to come.
     """
 
     def __init__(

@@ -123,16 +123,15 @@ COMPILER = Compiler()
 
 @dataclass(frozen=True)
 class Outcome:
-    """How compiling went on this rank in a request. made: which graphs were compiled, in a sentence; empty
-    where none was. failures: each reason why blocks run uncompiled -> their kinds."""
+    """How compiling went on this rank in a request. made: the new graphs, in a sentence; empty without any.
+    failures: each reason why blocks run uncompiled -> their kinds."""
 
     made: str = ""
     failures: dict[str, list[str]] = field(default_factory=dict)
 
 
 def failure_lines(of_ranks: list[dict[str, list[str]]]) -> list[str]:
-    """Return one line for each reason of any rank (Outcome.failures): which kinds of blocks run uncompiled,
-    and of several ranks on which."""
+    """Return a line for each reason of any rank (Outcome.failures): which blocks it leaves uncompiled."""
     kinds: dict[str, dict[str, None]] = {}
     ranks: dict[str, list[int]] = {}
     for rank, failures in enumerate(of_ranks):
@@ -191,8 +190,7 @@ def _usual_strides(value: Tensor, first: bool) -> Tensor:
 
 @contextmanager
 def compiled(blocks: Iterable[nn.Module]) -> Iterator[Callable[[], Outcome]]:
-    """Have ``blocks`` run compiled; yield a function that says how that went. Hooks of blocks run outside of
-    the graphs, as FSDP's must."""
+    """Have ``blocks`` run compiled; yield what says how that went. Their hooks, as FSDP's, run uncompiled."""
     blocks = list(blocks)
     graphs = COMPILER.graphs
     seconds = COMPILER.seconds

@@ -17,8 +17,6 @@ from .sequence import Span
 #: gather shorter than the compute before it is hidden by one, and a longer one keeps the link busy anyway
 #: (tests/unit/test_fsdp.py). Each more would hold one more block whole.
 PREFETCH = 1
-
-
 #: What brings a module's parameters to the rank's device, where fully_shard leaves them; it would copy each
 #: from a mapped file's pages itself (loading/staging.py).
 Upload = Callable[[nn.Module, torch.device], None]
@@ -73,14 +71,12 @@ def reshard(transformer: nn.Module):
 
 
 def held_bytes(parameter: nn.Parameter) -> int:
-    """Count the bytes of a parameter on this rank."""
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return own.numel() * own.element_size()
 
 
 def bytes_on(module: nn.Module, device: torch.device) -> int:
-    """Count the bytes of a module's parameters on this rank's ``device``: not what waits in host memory, nor
-    what other ranks hold."""
+    """Count the bytes of this rank's parameters of a module on ``device``: not what waits on the host."""
     return sum(held_bytes(each) for each in module.parameters() if each.device.type == device.type)
 
 
@@ -108,8 +104,7 @@ def own_runs(parameter: Tensor, most: int) -> list[Span | None]:
 
 
 def assign(parameter: nn.Parameter, value: Tensor, rows: Span | None = None):
-    """Replace a parameter's values by ``value``; of a sharded one these ``rows``, which are this rank's, by
-    default all that are."""
+    """Replace a parameter's values; of a sharded one these ``rows`` of this rank's, by default all."""
     own = own_rows(parameter)
     if isinstance(parameter, DTensor) and own is not None:
         some = rows or own

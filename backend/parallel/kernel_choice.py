@@ -16,11 +16,10 @@ from .kernel_table import HALF, KERNELS, MIN_APPROXIMATE_KEYS, Kernel, kernel_of
 
 @cache
 def import_error(module: str) -> str:
-    """Return why ``module`` cannot be imported, "" where it can; a wheel built for another torch raises what
-    it likes."""
+    """Return why ``module`` cannot be imported; "" where it can."""
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except Exception as error:  # a wheel built for another torch raises what it likes
         return f"{type(error).__name__}: {reason(error)}"
     return ""
 
@@ -33,11 +32,8 @@ def why_unavailable(
     capabilities: Iterable[Capability] = (),
     ring: bool = False,
 ) -> str | None:
-    """Say why kernel ``name`` cannot run here, as one sentence; None where it can.
-
-    ``head_size``: of the model. ``capabilities``: of the ranks' GPUs, (major, minor). ``ring``: keys and
-    values travel around a ring.
-    """
+    """Say why kernel ``name`` cannot run here, as one sentence; None where it can. ``head_size``: of heads.
+    ``capabilities``: of the ranks' GPUs. ``ring``: keys and values travel around a ring."""
     kernel = kernel_of(name)
     if kernel.call is None:
         return None
@@ -46,7 +42,6 @@ def why_unavailable(
 
 
 def _not_able(name, kernel, device, dtype, head_size, capabilities, ring) -> str | None:
-    """Return what the table says against it."""
     if device != "cuda":
         return (
             f"attention is {name}, which runs on CUDA GPUs only, and this backend runs on the {device}; "

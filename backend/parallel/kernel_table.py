@@ -69,20 +69,17 @@ class Kernel:
 
     @property
     def install(self) -> str:
-        """What to do to get it for the Python of this process, for messages."""
+        """What to do to get it for the Python of this process."""
         return self.build or f"run: {install_command([self.package])}"
 
     def has_head(self, size: int) -> bool:
-        """Return whether there is a kernel for heads of ``size`` features."""
         return size in (self.head_sizes or range(self.multiple, self.head_size + 1, self.multiple))
 
     def has_gpu(self, gpu: Capability) -> bool:
-        """Return whether there is a kernel for GPUs of that compute capability."""
         return any(first <= gpu <= last for first, last in self.gpus)
 
     @property
     def heads_in_words(self) -> str:
-        """The head sizes, for messages."""
         if self.head_sizes:
             return f"heads of {' or '.join(map(str, self.head_sizes))} features"
         multiples = f", in multiples of {self.multiple}" if self.multiple > 1 else ""
@@ -90,7 +87,6 @@ class Kernel:
 
     @property
     def gpus_in_words(self) -> str:
-        """The compute capabilities, for messages."""
         return ", ".join(_run_in_words(*run) for run in self.gpus)
 
 
@@ -229,8 +225,7 @@ def kernel_of(name: str) -> Kernel:
 
 
 def merges(config: ParallelConfig) -> bool:
-    """Return whether rings merge attention by its log-sum-exp; PipeFusion's gather keys and values
-    instead."""
+    """Return whether rings merge by the log-sum-exp; PipeFusion's gather keys and values instead."""
     return config.ring_degree > 1 and not config.has_stale_kv
 
 

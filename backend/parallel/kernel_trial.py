@@ -40,9 +40,8 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
 
 @torch.inference_mode()
 def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
-    """Have torch attend without cuDNN where its own choice of kernels fails, and rings (``lse``), which call
-    its flash kernel themselves, without that. All of them are exact, so ranks need not agree. Raises where
-    the device is lost."""
+    """Have torch attend without cuDNN where its own choice of kernels fails, and rings (``lse``) without its
+    flash kernel. All of them are exact, so ranks need not agree. Raises where the device is lost."""
     q, k, v = _numbers(dtype, head_size, device)
     lost = "torch's attention lost the GPU when it was tried; update torch or the driver"
     try:
@@ -126,9 +125,8 @@ def _error(outputs: list[Tensor], wanted: Tensor) -> float:
 
 
 def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the queries, keys and values (SAMPLES, HEADS, TOKENS, head_size) in the layouts of requests.
-    Queries and keys lie next to each other, tokens slower than heads; values, whose strides are others, as in
-    a K/V buffer."""
+    """Return queries, keys and values (SAMPLES, HEADS, TOKENS, head_size) as requests lay them out: queries
+    and keys next to each other, tokens slower than heads; values as in a K/V buffer."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(SAMPLES, TOKENS, HEADS, 3 * head_size, generator=generator).to(device, dtype)
     q, k, v = drawn.transpose(1, 2).chunk(3, dim=-1)
@@ -136,8 +134,7 @@ def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[
 
 
 def _why(failed: Exception, device: torch.device, lost: str) -> str:
-    """Write why a trial failed; empty where memory ran out. Raises RuntimeError, which begins with ``lost``,
-    where the device is lost."""
+    """Write why a trial failed; empty where memory ran out. Raises RuntimeError where the device is lost."""
     if is_out_of_memory(failed):
         return ""
     why = f"{type(failed).__name__}: {reason(failed, 160)}"

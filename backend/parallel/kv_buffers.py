@@ -1,5 +1,4 @@
-"""PipeFusion's key/value buffers (arXiv 2405.14430): the whole sequence of each attention call, fresh or
-stale.
+"""PipeFusion's key/value buffers (arXiv 2405.14430): each attention call's whole sequence, fresh or stale.
 
 Stale tokens are read as they are, or extrapolated: K + r (K - K_prev), with r the ratio of the steps in
 sigma. That costs one more buffer and one elementwise pass a step, and no communication.
@@ -33,7 +32,7 @@ class KVBuffers:
     _written: dict[tuple, int] = field(default_factory=dict)
 
     def begin_evaluation(self, ratio: float):
-        """Start an evaluation; ``ratio`` is its step in sigma over the step before it."""
+        """Start an evaluation; ``ratio``: its step in sigma over the one before."""
         self.ratio = min(max(ratio, 0.0), MAX_RATIO)
 
     def refresh(

@@ -1,10 +1,9 @@
 """Which rows and columns of each matrix a rank keeps under tensor parallelism (schemes: tensor_parallel.py).
 
-A CutPlan is made once for a transformer: patterns are matched to layers there, not for every rank. Cuts are
-even, but at two places they fall between blocks of a quantized matrix, so that no rank keeps part of a block:
-where a rank takes its columns out of whole activations (row, 2d), and in an MLP, whose first layers are cut
-as its last. Attention is cut between heads, wherever blocks end: one head more would cost a rank more than
-the rest of a block.
+A CutPlan is made once for a transformer, not for every rank. Cuts are even, but at two places they fall
+between blocks of a quantized matrix, so that no rank keeps part of a block: where a rank takes its columns
+out of whole activations (row, 2d), and in an MLP, whose first layers are cut as its last. Attention is cut
+between heads, wherever blocks end: a head more would cost a rank more than the rest of a block.
 """
 
 import math
@@ -148,8 +147,7 @@ def cut_plan(
 ) -> CutPlan:
     """Plan how ``scheme`` cuts every layer of the blocks over ``ranks``; megatron by the family's plan, else
     diffusers' _tp_plan. ``units``: module -> neighbouring columns of a quantized matrix that stay together.
-    ``uneven``: the ranks have different shares, of whole heads. Raises UnsupportedError if the scheme does
-    not fit the transformer."""
+    ``uneven``: ranks have different shares, of whole heads. Raises UnsupportedError where it does not fit."""
     units = units or {}
     inside = tuple(f"{blocks}." for blocks in family.blocks.lists)
     layers = {name: module for name, module in transformer.named_modules() if name.startswith(inside)}
@@ -174,14 +172,11 @@ def cut_plan(
 
 
 def _is_modulation(name: str, family) -> bool:
-    """Return whether it is a modulation layer of a block, whose weights are many and whose input is one
-    embedding."""
     inner = name.removeprefix(f"{_block(name, family)}.")
     return matches(inner, family.cache.modulation)
 
 
 def _block(name: str, family) -> str:
-    """Return the block that a layer is in."""
     lists = next(blocks for blocks in family.blocks.lists if name.startswith(f"{blocks}."))
     return f"{lists}.{name.removeprefix(f'{lists}.').partition('.')[0]}"
 
@@ -270,8 +265,7 @@ def _megatron(layers: Mapping[str, nn.Module], name: str, style) -> Cut | None:
 
 
 def _norm(norm: nn.Module, attention: nn.Module, name: str) -> Cut | None:
-    """Cut a norm over all heads as its queries or keys; return None for one of each head, which stays
-    whole."""
+    """Cut a norm over all heads as its queries or keys; None for one of each head, which stays whole."""
     width = getattr(attention, "to_q" if name.endswith("q") else "to_k").out_features
     weight = getattr(norm, "weight", None)
     if weight is None or len(weight) != width:

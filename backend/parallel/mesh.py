@@ -34,8 +34,7 @@ FEW_AND_MANY = (1, 1 << 22)
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's place on one mesh axis (or on several flattened ones). shares: of the work, of each index;
-    () where they are equal."""
+    """This rank's place on a mesh axis, or on several flattened ones. shares: of each index, () if equal."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -185,7 +184,6 @@ def _groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def _differ(name: str, group: dist.ProcessGroup) -> bool:
-    """Return whether ranks of ``group`` have different names."""
     own = torch.frombuffer(bytearray(hashlib.sha256(name.encode()).digest()), dtype=torch.uint8)
     names = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(names, own, group=group)
@@ -193,8 +191,7 @@ def _differ(name: str, group: dist.ProcessGroup) -> bool:
 
 
 def close(mesh: Mesh):
-    """Give back a mesh's groups and their threads, on every rank at the same time; the default group stays
-    for the next mesh."""
+    """Give back a mesh's groups and threads, on every rank at once; the default group stays for the next."""
     groups = [*_groups(mesh), *mesh.edges.groups, *filter(None, [mesh.control])]
     dist.barrier(group=mesh.control)
     for group in groups:
@@ -304,9 +301,8 @@ def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch
 
 
 def _connect_all(group: dist.ProcessGroup, device: torch.device):
-    """Run all_reduce and all_gather, with few numbers and with many, and one all_to_all, so that NCCL
-    allocates its memory now. Ranks look at what is free after this; in the middle of a request NCCL could not
-    use what torch caches."""
+    """Run all_reduce, all_gather and all_to_all, so that NCCL allocates its memory now. Ranks look at what is
+    free after this; in the middle of a request NCCL could not use what torch caches."""
     ranks = dist.get_world_size(group)
     for count in (1,) if device.type == "cpu" else FEW_AND_MANY:
         x = torch.zeros(count, device=device)

@@ -88,7 +88,6 @@ class CachedLayer(nn.Module):
         self.last: StepContext | None = None
 
     def opaque_width(self) -> int:
-        """Return the width of the answers."""
         return layer_features(self.layer)
 
     @opaque
@@ -108,8 +107,7 @@ class CachedLayer(nn.Module):
         return self.known[key]
 
     def _forget_other_spans(self, context: StepContext):
-        """Forget answers to samples of ``context`` in other spans: a pipeline takes samples one by one,
-        and in stale steps all at once."""
+        """Forget answers to the same samples in other spans: a pipeline takes them one by one or at once."""
         for prompt, span, call in [*self.known]:
             if context.regroups(prompt, span):
                 del self.known[prompt, span, call]
@@ -157,8 +155,7 @@ class LayerCache:
     offload_device: where modulation weights wait between requests. dtype: theirs.
     hosted[i]: modulation layers that this stage computes for stage i of ``mesh.pp`` (stage_split.py);
     hosted_elsewhere[i]: cached layers here whose weights stage i holds.
-    width: numbers of modulation on the stage that has most. most_bytes: of modulation, cached at once in this
-    request.
+    width: numbers of modulation on the stage that has most. most_bytes: of modulation cached at once.
     """
 
     offload_device: torch.device
@@ -184,14 +181,12 @@ class LayerCache:
 
     @property
     def offloaded(self) -> list[nn.Module]:
-        """The modulation layers whose weights are not on the device."""
         if self.offload_device == self.mesh.device:
             return []
         return [*(cached.layer for cached in self.held), *chain(*self.hosted)]
 
     def offload(self, page_locked: bool = True):
-        """Move the modulation weights off the device, where that is asked for; those that are ``page_locked``
-        come back at the speed of the bus."""
+        """Move modulation weights off the device, if asked for; ``page_locked``: for a faster way back."""
         memory = HostMemory(pinned=True) if page_locked and self.mesh.device.type == "cuda" else None
         for layer in self.offloaded:
             if memory:
@@ -200,7 +195,6 @@ class LayerCache:
                 layer.to(self.offload_device)
 
     def begin_request(self):
-        """Forget the request before."""
         COMPUTED.clear()
         self.end_request()
         self.most_bytes = 0
@@ -216,7 +210,7 @@ class LayerCache:
             layer.last = None
 
     def forget_answers(self):
-        """Forget what layers have answered, but for modulation that is computed ahead."""
+        """Forget what layers have answered but modulation that is computed ahead."""
         for layer in self.layers:
             layer.known.clear()
 
@@ -245,8 +239,7 @@ class LayerCache:
 
         ``embeddings[prompt][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
         of their tokens get. ``samples``: of this replica; ``most_samples``: of the one that has most, the
-        same number on all of them, else they wait for gathers that others do not make. Collective as
-        begin_evaluation.
+        same on all, or they would wait for gathers that others do not make. Collective as begin_evaluation.
         """
         each: dict[tuple[str, int], Tensor] = {}
         seconds: dict[tuple[str, int], Tensor] = {}
@@ -291,7 +284,6 @@ class LayerCache:
         return every[list(first_rows.values())], [places[group] for group in groups]
 
     def _compute(self, plan: ModulationPlan, first: int):
-        """Compute modulation from evaluation ``first`` on."""
         self._forget_modulation()
         plan.computed, chosen = plan.chunk(first, embeddings_ahead(self.width, self.dtype.itemsize))
         places = {row: place for place, row in enumerate(chosen)}

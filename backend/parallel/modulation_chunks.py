@@ -10,8 +10,7 @@ def embeddings_ahead(width: int, itemsize: int) -> int:
 
 
 def evaluations_ahead(width: int, itemsize: int, embeddings: int) -> int:
-    """Return for how many evaluations, of so many different ``embeddings`` each, that suffices: one at
-    least."""
+    """Return for how many evaluations, of so many different ``embeddings`` each, that suffices."""
     return max(1, embeddings_ahead(width, itemsize) // embeddings)
 
 
@@ -20,9 +19,8 @@ def counted_embeddings(prompts: int, samples: int, shared: int, replicas: int) -
     are those that differ, or where ``replicas`` gather weights together all of the one with most ``samples``
     (LayerCache._at_once). ``shared``: as ModelShape.shared_embeddings.
 
-    Each prompt counts as different. Where the embedding is of the timestep alone, they share it, and a chunk
-    of one replica has up to as many times the evaluations: CogVideoX, HunyuanVideo 1.5, HunyuanImage 2.1,
-    Lumina 2, Qwen-Image.
+    Each prompt counts as different. Where embeddings are of the timestep alone (CogVideoX, HunyuanVideo 1.5,
+    HunyuanImage 2.1, Lumina 2, Qwen-Image), a chunk of one replica has up to as many times the evaluations.
     """
     if replicas > 1:
         return prompts * (shared or samples)

@@ -21,9 +21,8 @@ def equal_rows(every: Tensor) -> Tensor:
 
 @dataclass
 class ModulationPlan:
-    """The modulation of a request: the embeddings (rows, D), and (prompt, evaluation) -> the row of each
-    sample. ``at_once``: evaluations of a chunk (0: as many as fit). ``computed``: evaluations before this one
-    are cached."""
+    """The modulation of a request: embeddings (rows, D), and (prompt, evaluation) -> the row of each sample.
+    at_once: evaluations of a chunk (0: as many as fit). computed: evaluations before this one are cached."""
 
     embeddings: Tensor
     rows: Mapping[tuple[str, int], tuple[int, ...]]

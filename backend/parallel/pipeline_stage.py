@@ -41,8 +41,7 @@ class StageDone(Exception):
 
 
 class Stage:
-    """Wraps ``transformer``'s blocks for this rank's place on the mesh; those outside ``blocks``, which may
-    be meta tensors, never run."""
+    """Wraps a transformer's blocks for this rank's place; those outside ``blocks`` (on meta) never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
         self.family = family
@@ -87,7 +86,6 @@ class Stage:
 
     @property
     def own_blocks(self) -> list[nn.Module]:
-        """The blocks that run here."""
         found = blocks_of(self.transformer, self.family)
         return [each.block for each in found if isinstance(each, StagedBlock) and each.block is not None]
 
@@ -216,14 +214,13 @@ class Stage:
         return forward.result(index, call, streams)
 
     def _before_text(self, forward: Forward, image: Tensor) -> Tensor:
-        """Return the image as the model joins text with it; a stage that begins after that is sent both, and
-        needs the shape."""
+        """Return the image as the model joins text with it; a stage that is sent both needs the shape."""
         if self.blocks.start > self.structure.entry:
             return shape_only(image, forward.tokens.sequence.stream)
         return forward.whole(image)
 
     def _pass(self, index: int, call: dict):
-        """Return what another stage's block returns, before this stage receives its tokens."""
+        """Return what another stage's block returns."""
         blocks = self.family.blocks
         if self.structure.joined[index] or index < self.structure.entry:
             return call[blocks.image]

@@ -1,8 +1,5 @@
-"""What of attention and token cuts stays the same in a request, made once: positions of tokens on the device,
-and attention masks.
-
-Each of them would otherwise copy to the device, or wait for it, at every micro-step.
-"""
+"""Positions of tokens on the device, and attention masks, made once a request: each would otherwise copy to
+the device, or wait for it, at every micro-step."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -56,8 +53,7 @@ class Positions:
     def text_and_image(
         self, tokens: TokenShards, device: torch.device, ranks: range
     ) -> tuple[Tensor, Tensor]:
-        """Return which tokens of SP ``ranks`` are text, and which are not, in a joint sequence whose text
-        stands first."""
+        """Return which tokens of SP ``ranks`` are text, which are not, where text stands first."""
         key = (id(tokens), device, ranks)
         if key not in self._apart:
             is_text = tokens.positions("joint", ranks) < tokens.sequence.text
@@ -88,8 +84,7 @@ class Masks:
     _cuts: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def needed(self, mask: Tensor | None, where: tuple) -> Tensor | None:
-        """Return the mask of the call ``where``; None if it is boolean and hides nothing, so that the fast
-        kernels run."""
+        """Return a call's mask; None, for the fast kernels, if it is boolean and hides nothing."""
         if mask is None or mask.dtype != torch.bool:
             return mask
         known = self._known(mask, where)

@@ -17,8 +17,7 @@ LIBRARY, RING = "yunchang", Path("ring", "utils.py")
 
 @cache
 def ring_library() -> ModuleType:
-    """Return the module with yunchang's RingComm and update_out_and_lse. Raises ImportError, or what its
-    file raises."""
+    """Return the module with yunchang's update_out_and_lse. Raises ImportError, or what its file raises."""
     package = PathFinder.find_spec(LIBRARY)
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named '{LIBRARY}'")

@@ -24,7 +24,6 @@ class Span:
 
     @property
     def indices(self) -> slice:
-        """The span as a slice."""
         return slice(self.lo, self.hi)
 
     def within(self, other: "Span") -> "Span":
@@ -101,7 +100,6 @@ class TokenShard:
 
     @property
     def stream(self) -> int:
-        """Tokens of the image stream."""
         return len(self.image) + len(self.reference)
 
     def __len__(self) -> int:
@@ -122,7 +120,6 @@ class TokenShards:
 
     @cached_property
     def shards(self) -> list[TokenShard]:
-        """The shard of every SP rank."""
         spans = (self.text, self.image, self.reference)
         return [
             TokenShard(*(span.shard(i, self.sp_size, self.shares) for span in spans))
@@ -131,7 +128,6 @@ class TokenShards:
 
     @cached_property
     def local(self) -> TokenShard:
-        """This rank's shard."""
         return self.shards[self.sp_rank]
 
     @property
@@ -142,14 +138,13 @@ class TokenShards:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Return whether no token is missing and none is on another rank: nothing needs cutting."""
+        """Return whether no token is missing, and none on another rank: nothing needs cutting."""
         whole = self.sequence
         here = (len(self.text), len(self.image), len(self.reference))
         return self.sp_size == 1 and here == (whole.text, whole.image, whole.reference)
 
     def lengths(self, kind: str) -> list[int]:
-        """Count the tokens of each SP rank in a ``kind`` of attention: "joint", "image", "text", or a nested
-        latent's name."""
+        """Count each SP rank's tokens in a ``kind`` of attention: joint, image, text, or a nested latent."""
         if kind not in self._lengths:
             self._lengths[kind] = [sum(map(len, self._runs(kind, shard))) for shard in self.shards]
         return self._lengths[kind]
@@ -166,8 +161,7 @@ class TokenShards:
         return torch.cat([torch.arange(run.lo, run.hi) for run in runs])
 
     def leading(self, count: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
-        """Count this rank's tokens among the first ``count`` of ``kinds`` ("text" | "image") of consecutive
-        streams."""
+        """Count this rank's tokens of consecutive streams ("text" | "image") among their first ``count``."""
         counts: list[int] = []
         left = count
         for kind in kinds:

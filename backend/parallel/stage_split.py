@@ -1,5 +1,4 @@
-"""What each pipeline stage holds: consecutive blocks, balanced by work, and modulation (adaLN) layers, placed
-to balance the weights.
+"""What each stage holds: consecutive blocks, balanced by work, and modulation, placed to balance the weights.
 
 Blocks of as much work can differ in weights: Flux' double blocks hold twice the matrices of its single ones.
 Modulation is computed once a request, so another stage than the block's may hold its layers (27 % of Flux).

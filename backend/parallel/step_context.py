@@ -9,9 +9,8 @@ from .sequence import Span
 class StepContext:
     """One micro-batch of one evaluation: a prompt of some samples and latent tokens.
 
-    prompt: its name. evaluation: index of the model call in the request's plan. sample_span: samples of
-    this replica's batch. image: latent tokens of a patch; None for the whole latent. with_text: text and
-    reference tokens come too.
+    evaluation: index of the model call in the request's plan. sample_span: of this replica's batch. image:
+    latent tokens of a patch; None for the whole latent. with_text: text and reference tokens come too.
     """
 
     prompt: str
@@ -22,7 +21,6 @@ class StepContext:
 
     @property
     def samples(self) -> slice:
-        """The samples, to index a tensor of the batch."""
         return self.sample_span.indices
 
     @property

@@ -37,8 +37,7 @@ MIN_TOKENS_TO_HALVE = 2048
 
 
 class ShardedLinear(nn.Module):
-    """A linear layer of which this rank holds a piece, plain or quantized; parameter names stay those of
-    nn.Linear."""
+    """A linear layer of which this rank holds a piece, plain or quantized; it is named as nn.Linear's."""
 
     weight: nn.Parameter | packed_weight.PackedWeight
 
@@ -54,7 +53,6 @@ class ShardedLinear(nn.Module):
         packed_weight.carry_hooks(linear, self)
 
     def opaque_width(self) -> int:
-        """Return the width of the output on this rank."""
         return self.shard.features
 
     @opaque

@@ -3,8 +3,7 @@
 Linear attention: a rank sends its share of the state, the sum over tokens, whose size does not depend on
 their number. Every patch has a share of its own, cached from step to step: stale shares stand for other
 patches.
-Convolutions: a rank is sent the halo, the tokens next to its own; patches read it from a buffer of all
-tokens.
+Convolutions: a rank is sent the halo, the tokens next to its own; patches read it from a buffer.
 """
 
 import torch
@@ -112,5 +111,4 @@ class TokenMixing:
 
 
 def _near(span: Span, width: int, total: int) -> Span:
-    """Return the span with its halo of ``width`` tokens."""
     return Span(max(0, span.lo - width), min(total, span.hi + width))

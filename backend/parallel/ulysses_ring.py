@@ -1,5 +1,4 @@
-"""Unified sequence parallelism: DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889), as
-in USP (arXiv 2405.07719).
+"""USP (arXiv 2405.07719): DeepSpeed-Ulysses (arXiv 2309.14509) x ring attention (arXiv 2310.01889).
 
 Token counts and heads may be uneven. A ring merges by log-sum-exp, as yunchang does.
 """
@@ -88,8 +87,7 @@ def scatter_heads(
 
 
 def _runs(shards: list[int]) -> list[tuple[int, int]]:
-    """Return (groups, how many) of consecutive Ulysses ranks that have equally many groups of heads. Those
-    without any are left out."""
+    """Return (groups, how many) of consecutive ranks that have equally many groups of heads, one at least."""
     return [(shard, len(list(ranks))) for shard, ranks in groupby(filter(None, shards))]
 
 
@@ -117,8 +115,7 @@ class GatheredHeads:
         self.under_way.append(begin_all_to_all(flat, sent, sizes, self.axis, "ulysses"))
 
     def wait(self) -> Tensor:
-        """Return the tensor of all chunks, whose heads lie next to each other in memory, as the projection
-        after it takes them."""
+        """Return the tensor of all chunks, its heads adjacent in memory for the projection after it."""
         tokens, batch, _, size = self.shape
         received = []
         for chunk, end in enumerate(self.under_way):

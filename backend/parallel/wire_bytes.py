@@ -1,5 +1,4 @@
-"""The types in which attention's tensors travel (ParallelConfig.wire), and the bytes that they take. Standard
-library only."""
+"""How attention's tensors travel (ParallelConfig.wire), and their bytes. Standard library only."""
 
 from collections.abc import Sequence
 
@@ -11,8 +10,7 @@ SCALE_BYTES = 4
 
 
 def head_bytes(features: int, itemsize: int, wire: str) -> int:
-    """Count the bytes of a token's numbers of one head, of ``itemsize`` bytes each where they travel in
-    full."""
+    """Count the bytes of one token and head, of ``itemsize`` for each number where they travel in full."""
     return features * itemsize if wire == FULL else features + SCALE_BYTES
 
 
