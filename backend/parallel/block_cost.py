@@ -36,12 +36,15 @@ def block_costs(
     """Count the MACs of every block in pipeline order, for ``image`` and ``text`` tokens.
     ``latents``: tokens of each of nested latents; without them all are the first's."""
     latents = latents or latents_of(family, image)
-    return [
-        _linear(block, list_name, family, config, image, text, latents)
-        + _attention(block, list_name, family, config, image, text, latents)
-        for list_name in family.blocks.lists
-        for block in block_list(transformer, list_name)
-    ]
+    head_size = family.blocks.head_size(config)
+    costs = []
+    for list_name in family.blocks.lists:
+        for block in block_list(transformer, list_name):
+            macs = _linear(block, list_name, family, config, image, text, latents)
+            for call in attention_calls(block, list_name, family, config):
+                macs += 2 * call.width * call.pairs(image, text, latents, head_size)
+            costs.append(macs)
+    return costs
 
 
 def latents_of(family, image: int) -> dict[str, int]:
@@ -132,15 +135,10 @@ def layer_tokens(block: nn.Module, list_name: str, family) -> dict[str, LayerTok
             joint = family.blocks.text_position is not None  # else each rank has the whole prompt
             of_layer[name] = LayerTokens(False, True, divided="text" if joint else "")
         else:
+            latent = family.blocks.latent_of(name)
             is_control = matches(name, family.blocks.control_layers)
             divided = "" if matches(name, family.blocks.flop_shares) else "image"
-            of_layer[name] = LayerTokens(
-                image=True,
-                text=not apart,
-                latent=family.blocks.latent_of(name),
-                is_control=is_control,
-                divided=divided,
-            )
+            of_layer[name] = LayerTokens(True, not apart, latent, is_control, divided)
     return of_layer
 
 
@@ -153,14 +151,6 @@ def _linear(block, list_name, family, config, image, text, latents) -> int:
             of_token = round(weight.numel() * family.blocks.flop_share(name, config))
             macs += of_token * tokens[name].count(image, text, latents)
     return macs
-
-
-def _attention(block, list_name, family, config, image, text, latents) -> int:
-    size = family.blocks.head_size(config)
-    return sum(
-        2 * call.width * call.pairs(image, text, latents, size)
-        for call in attention_calls(block, list_name, family, config)
-    )
 
 
 def is_attention(module: nn.Module) -> bool:
