@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,8 @@ class WaitClock:
 WAIT_CLOCK = WaitClock()
 
 
-def count(mechanism: str, sent: Tensor | int):
-    """Add the bytes of ``sent`` to the account of ``mechanism``."""
-    size = sent if isinstance(sent, int) else sent.nbytes
+def count(mechanism: str, size: int):
+    """Add so many bytes to the account of ``mechanism``."""
     if size:
         SENT[mechanism] += size
 
@@ -115,7 +115,7 @@ def _fill(gathered: list[Tensor], axis: Axis, mechanism: str):
         source = (axis.rank - offset) % axis.size
         if x.numel():
             operations.append(dist.P2POp(dist.isend, x, axis.neighbour(offset), axis.group))
-            count(mechanism, x)
+            count(mechanism, x.nbytes)
         if gathered[source].numel():
             operations.append(dist.P2POp(dist.irecv, gathered[source], axis.ranks[source], axis.group))
     _finish(operations)
@@ -126,7 +126,7 @@ def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
     if axis.size == 1:
         return x
     if not axis.is_first:
-        count(mechanism, x)
+        count(mechanism, x.nbytes)
         send = dist.P2POp(dist.isend, x.contiguous(), axis.ranks[0], axis.group)
         _finish([send])
         return x
@@ -209,6 +209,7 @@ def pass_on(x: Tensor, shape: tuple[int, ...], axis: Axis, mechanism: str) -> Ca
     return lambda: under_way().view(shape)
 
 
+@dataclass
 class Pipe:
     """A one-way stream of tensors, from the rank of ``incoming`` and to that of ``outgoing``.
 
@@ -217,29 +218,22 @@ class Pipe:
     buffers of a shape serve all tensors, and addresses stay. free: those of now; shapes: of what is to come.
     """
 
-    def __init__(
-        self,
-        incoming: dist.ProcessGroup | None,
-        outgoing: dist.ProcessGroup | None,
-        mechanism: str,
-        keeps_buffers: bool = False,
-    ):
-        self.incoming = incoming
-        self.outgoing = outgoing
-        self.mechanism = mechanism
-        self.keeps_buffers = keeps_buffers
-        self.free: list[Tensor] = []
-        self.shapes: set[tuple[int, ...]] = set()
-        self.taken: Tensor | None = None
-        self.sending: list[tuple[dist.Work, Tensor]] = []
-        self.posted: list[tuple[dist.Work, Tensor]] = []
+    incoming: dist.ProcessGroup | None
+    outgoing: dist.ProcessGroup | None
+    mechanism: str
+    keeps_buffers: bool = False
+    free: list[Tensor] = field(default_factory=list)
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+    taken: Tensor | None = None
+    sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    posted: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def send(self, x: Tensor, to: int):
         """Send ``x`` to global rank ``to`` without waiting for it."""
         x = x.contiguous()
         self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
         self.sending.append((require_work(dist.isend(x, to, group=self.outgoing)), x))
-        count(self.mechanism, x)
+        count(self.mechanism, x.nbytes)
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: int):
         """Make ready for the next tensor from global rank ``source``."""

@@ -39,6 +39,7 @@ class EarlyValues:
 QUERY_OF = {"to_v": "to_q", "to_value": "to_query", "add_v_proj": "add_q_proj", "to_v_t": "to_q_t"}
 
 
+@dataclass
 class ValueLayer:
     """Calls a block's value layer before its query layer, so that values can travel during both products:
     where they travel alone and the layer runs no collective.
@@ -47,14 +48,13 @@ class ValueLayer:
     x, made: the layer's input and its values, from the early call until the block's own call.
     """
 
-    def __init__(self, block: nn.Module, name: str, place: int, count: int, attention: Callable[[], Any]):
-        self.block = block
-        self.name = name
-        self.place = place
-        self.count = count
-        self.attention = attention
-        self.x: Tensor | None = None
-        self.made: Tensor | None = None
+    block: nn.Module
+    name: str
+    place: int
+    count: int
+    attention: Callable[[], Any]
+    x: Tensor | None = None
+    made: Tensor | None = None
 
     def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
         """Hook the layer, and its query layer where there is one."""
