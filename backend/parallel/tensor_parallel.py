@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..models.patterns import matches
 from ..quantization import packed_weight
@@ -176,9 +177,7 @@ def _own_features(block, args, kwargs, signature, names, mine: Span, groups: int
     groups ``mine``: tensors, or tuples of them."""
     bound = signature.bind(*args, **kwargs)
     for name in names:
-        whole = bound.arguments[name]
-        cut = [_own_heads(x, mine, groups) for x in (whole if isinstance(whole, tuple) else (whole,))]
-        bound.arguments[name] = tuple(cut) if isinstance(whole, tuple) else cut[0]
+        bound.arguments[name] = tree_map(partial(_own_heads, mine=mine, groups=groups), bound.arguments[name])
     return bound.args, bound.kwargs
 
 
