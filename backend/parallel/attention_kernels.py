@@ -109,18 +109,16 @@ def attend_lse(
 
 
 def _lse_kernel(kernel, q, k, v, mask, scale):
-    if not q.is_cuda:
-        if mask is not None:  # this kernel broadcasts over heads alone
-            mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
-        if not _takes_groups(q, mask):
-            k, v = whole_heads(q, k, v)
-        flash = aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     kernel_entry = kernel_of(kernel)
     if kernel_entry.call is not None and fits(kernel, q, k, masked=mask is not None, lse=True):
         return kernel_entry.call(q, *whole_heads(q, k, v), scale, True)
     if not _takes_groups(q, mask):
         k, v = whole_heads(q, k, v)
+    if not q.is_cuda:
+        if mask is not None:  # this kernel broadcasts over heads alone
+            mask = mask.expand(q.shape[0], -1, q.shape[2], -1)
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     if mask is not None or q.dtype == torch.float32 or not has_flash(q.device):
         dtype = q.dtype
         # the efficient kernel has none for bfloat16 before Ampere

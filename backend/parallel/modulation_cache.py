@@ -202,7 +202,6 @@ class LayerCache:
     def end_request(self):
         """Answer nothing from the cache until the next request."""
         self._forget_modulation()
-        self._forget_step()
         self.plan = None
         self.current.context = None
         self.forget_answers()

@@ -170,7 +170,8 @@ class Stage:
             return None
         finally:
             self.current = None
-            self.text_seen |= set(context.keys) if self.family.cache.static_text else set()
+            if self.family.cache.static_text:
+                self.text_seen.update(context.keys)
 
     def local_image(self, context: StepContext) -> Span:
         """Return the latent tokens that a forward of ``context`` computed on this rank."""
@@ -185,7 +186,8 @@ class Stage:
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
         """Run block ``index`` in its place; return what it returns. ``names``: its positional parameters."""
-        forward = self._forward
+        forward = self.current
+        assert forward is not None, "blocks run within Stage.forward"
         structure = self.structure
         call = dict(zip(names, args)) | kwargs
         if block is None and structure.can_skip(index) and not forward.per_block_text:
@@ -225,11 +227,6 @@ class Stage:
         if self.structure.joined[index] or index < self.structure.entry:
             return call[blocks.image]
         return blocks.adapter.unchanged(blocks, call)
-
-    @property
-    def _forward(self) -> Forward:
-        assert self.current is not None, "blocks run within Stage.forward"
-        return self.current
 
     def _enter(self, forward: Forward, index: int, call: dict, streams: Streams) -> Streams:
         """Measure the sequence where streams enter, and cut them to this rank's tokens."""

@@ -97,7 +97,9 @@ class Denoiser:
         self.outputs = Pipe(incoming=edge, outgoing=edge, mechanism="outputs") if mesh.pp.size > 1 else None
         self.pending: deque[Pending] = deque()
         self.stop_broadcasts: list[tuple[dist.Work, Tensor]] = []
-        self._plan_patches()
+        states = [SolverState(span) for span in request.patch_spans]
+        self.whole = Patch(Span(0, request.grid.tokens), states, with_text=True)
+        self.patches = [Patch(each.span, [each], with_text=each is states[0]) for each in states]
         self._begin()
         self.plan = self._plan()
 
@@ -116,14 +118,6 @@ class Denoiser:
         self.inpaint = Inpaint(request)
         drawn = (request.seed, request.batch, request.grid, self.x.device, request.sigmas)
         self.noise = FreshNoise(*drawn, partial(broadcast_from_first_rank, self.mesh))
-
-    def _plan_patches(self):
-        request = self.request
-        states = [SolverState(span) for span in request.patch_spans]
-        self.whole = Patch(Span(0, request.grid.tokens), states, with_text=True)
-        self.patches = [
-            Patch(state.span, [state], with_text=index == 0) for index, state in enumerate(states)
-        ]
 
     def run(self) -> Tensor:
         """Return the denoised tokens (B, N, F), valid on the first stage. Raises RequestCancelled."""
