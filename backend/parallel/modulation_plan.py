@@ -37,12 +37,11 @@ class ModulationPlan:
             set(chain(*(rows for (_, evaluation), rows in self.rows.items() if evaluation == index)))
             for index in range(first, self.evaluations)
         ]
-        if self.at_once:
-            needed = needed[: self.at_once]
-            return first + len(needed), sorted(set(chain(*needed)))
-        chosen = needed[0]
-        end = first + 1
-        while end < self.evaluations and len(chosen | needed[end - first]) <= most:
-            chosen = chosen | needed[end - first]
+        chosen = set[int]()
+        end = first
+        for rows in needed[: self.at_once or None]:
+            if chosen and not self.at_once and len(chosen | rows) > most:
+                break
+            chosen |= rows
             end += 1
         return end, sorted(chosen)
