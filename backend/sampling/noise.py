@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -40,7 +41,6 @@ class FreshNoise:
         self.seed = seed
         self.sigmas = sigmas
         self.same_on_all_ranks = same_on_all_ranks
-        self.tree = None
         self.count = 0
         self.drawn: dict[object, Tensor] = {}
 
@@ -65,18 +65,17 @@ class FreshNoise:
             with warnings.catch_warnings():
                 # it rounds the schedule's ends, then finds the queries outside by as much
                 warnings.simplefilter("ignore")
-                increment = cast(Tensor, self._tree()(min(key), max(key)))  # a tuple with more arguments
+                increment = cast(Tensor, self._tree(min(key), max(key)))  # a tuple with more arguments
             self._cache(key, send(increment * sign / deviation, self.device))
         return self.drawn[key]
 
+    @cached_property
     def _tree(self):
-        if self.tree is None:
-            import torchsde  # here, since only these solvers need it
+        import torchsde  # here, since only these solvers need it
 
-            lowest = self.sigmas[self.sigmas > 0].min().item()
-            highest = self.sigmas.max().item()
-            self.tree = torchsde.BrownianTree(lowest, torch.zeros(self.shape), highest, entropy=self.seed)
-        return self.tree
+        lowest = self.sigmas[self.sigmas > 0].min().item()
+        highest = self.sigmas.max().item()
+        return torchsde.BrownianTree(lowest, torch.zeros(self.shape), highest, entropy=self.seed)
 
     def _cache(self, key: object, noise: Tensor):
         self.drawn[key] = self.grid.to_tokens(noise)

@@ -11,20 +11,13 @@ from ..protocol.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, SOLVERS
 from .solvers import dpmpp, euler, exponential, multistep, unipc
 from .solvers.problem import Problem
 
-_FAMILIES = (euler, dpmpp, multistep, exponential, unipc)
-#: ComfyUI's ddim: Euler steps, and noise of its own where a mask keeps part of the latent (Inpaint).
-_ALIASES = {"ddim": "euler"}
-
-
-def _function(name: str):
-    name = _ALIASES.get(name, name)
-    return next(vars(family)[name] for family in _FAMILIES if name in vars(family))
-
-
 #: A dry run from |x| < 1 that exceeds this has divided by ~0.
 MAX_DRY_RUN = 1e6
 
-SOLVER_FUNCTIONS = {name: _function(name) for name in SOLVERS}
+_FUNCTIONS = vars(euler) | vars(dpmpp) | vars(multistep) | vars(exponential) | vars(unipc)
+#: ComfyUI's ddim is Euler steps, and noise of its own where a mask keeps part of the latent (Inpaint).
+_FUNCTIONS["ddim"] = euler.euler
+SOLVER_FUNCTIONS = {name: _FUNCTIONS[name] for name in SOLVERS}
 
 
 @dataclass(frozen=True)

@@ -72,37 +72,31 @@ def heun(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
-def _log_midpoint(sigma: Tensor, target: Tensor) -> Tensor:
-    return sigma.log().lerp(target.log(), 0.5).exp()
-
-
 def dpm_2(x: Tensor, problem: Problem) -> Steps:
     """Integrate by DPM-Solver-2 (arXiv 2206.00927, k-diffusion): the slope at the logarithmic midpoint."""
-    for i, sigma, sigma_next in problem.steps:
-        denoised = yield x, sigma, i
-        if sigma_next == 0:
-            x = euler_step(x, denoised, sigma, sigma_next)
-            continue
-        middle = _log_midpoint(sigma, sigma_next)
-        x_middle = euler_step(x, denoised, sigma, middle)
-        denoised = yield x_middle, middle, i
-        x = x + (x_middle - denoised) / middle * (sigma_next - sigma)
-    return x
+    return _dpm_2(x, problem)
 
 
 def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
     """Integrate by DPM-Solver-2 with fresh noise (k-diffusion); flow models in the rectified-flow form."""
-    fresh = problem.draws()
+    return _dpm_2(x, problem, problem.draws())
+
+
+def _dpm_2(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = None) -> Steps:
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
-        down, keep, level = ancestral(problem, sigma, sigma_next)
+        down = sigma_next
+        if fresh:
+            down, keep, level = ancestral(problem, sigma, sigma_next)
         if down == 0:
             x = euler_step(x, denoised, sigma, down)
             continue
-        middle = _log_midpoint(sigma, down)
+        middle = sigma.log().lerp(down.log(), 0.5).exp()
         x_middle = euler_step(x, denoised, sigma, middle)
         denoised = yield x_middle, middle, i
-        x = keep * (x + (x_middle - denoised) / middle * (down - sigma)) + level * fresh()
+        x = x + (x_middle - denoised) / middle * (down - sigma)
+        if fresh:
+            x = keep * x + level * fresh()
     return x
 
 
