@@ -64,8 +64,7 @@ class Engine:
         self.mesh = mesh
         self.folders = folders
         self.models: dict[str, LoadedModel] = {}
-        #: Name of a model with LoRAs -> what they are; both its name and the model's own are in ``models``,
-        #: as one object.
+        #: Name of a model with LoRAs -> what they are; ``models`` has the model under that name and its own.
         self.lora_stacks: dict[str, tuple[LoraUse, ...]] = {}
         self.argument_cache = ArgumentCache(mesh.device)
         self.capabilities: set[Capability] = {*filter(None, [capability_of(mesh.device)])}
@@ -80,8 +79,7 @@ class Engine:
     def check_load(
         self, path: str, weight_dtype: str, matmul: str = AUTO, autodetected: Mapping | None = None
     ) -> CheckedLoad:
-        """Open a checkpoint and refuse what cannot run, reading headers only. ``autodetected`` as in
-        open_checkpoint. Raises UnsupportedError."""
+        """Open a checkpoint by its headers, and refuse what cannot run. Raises UnsupportedError."""
         checkpoint = open_checkpoint(path, self.folders, autodetected)
         check_degrees(checkpoint, self.config)
         dtype = chosen_dtype(weight_dtype, checkpoint, *self._where)
@@ -115,9 +113,8 @@ class Engine:
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
-        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``autodetected`` as in
-        open_checkpoint, ``on_progress`` as in Checkpoint.load. ``checked``: by check_load, whose checkpoint
-        stays as it is."""
+        ``autodetected`` as in open_checkpoint, ``on_progress`` as in Checkpoint.load. ``checked``: by
+        check_load, whose checkpoint stays as it is."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
         if checked is None:
@@ -177,8 +174,7 @@ class Engine:
         return divided or family.cache.static_text
 
     def drop_for(self, config: ParallelConfig):
-        """Unload the models of which not every rank would hold the same under ``config``, and sharded ones,
-        which FSDP gathers over the groups of now."""
+        """Unload models of which a rank would hold something else under ``config``, and all sharded ones."""
         same = self.config.same_weights(config) and not config.shard_weights
         self.argument_cache.clear()
         for key in self.models.keys() - self.lora_stacks.keys():
@@ -269,8 +265,8 @@ class Engine:
 
     @refusing("what is to be described")
     def describe(self, message: Describe, checkpoint: Checkpoint) -> list[dict]:
-        """Describe each rank (RankPlan.as_dict) for a loaded model; ``checkpoint``: of the same file, itself
-        not loaded. Raises UnsupportedError or ConfigError."""
+        """Describe each rank (RankPlan.as_dict) for a loaded model; ``checkpoint``: of its file, not loaded.
+        Raises UnsupportedError or ConfigError."""
         model = self.loaded(message.model)
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
@@ -302,8 +298,7 @@ class Engine:
         self, sample: Sample, callbacks: Callbacks, prepared: Prepared | None = None
     ) -> tuple[Tensor, dict]:
         """Denoise; return (B, C, [T,] H, W) in float32 on the first stage, and statistics. Raises
-        RequestCancelled. callbacks.on_step gets the number of steps done and a function that starts a
-        Download of x0. ``prepared``: by prepare_sample, where that was done before."""
+        RequestCancelled. ``callbacks`` as with_downloads says; ``prepared``: by prepare_sample."""
         prepared = prepared or self.prepare_sample(sample)
         return run_request(self.mesh, prepared, sample.denoised, callbacks)
 

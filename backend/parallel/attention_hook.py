@@ -147,7 +147,7 @@ class Attention:
 
     @property
     def sends_values(self) -> bool:
-        """Return whether values travel before queries and keys in the block that runs now."""
+        """Return whether values travel before the queries and keys of the block that runs."""
         with_queries = self.mesh.ulysses.size == 1 or self.buffers is not None or self.compiled
         return self.call is not None and not with_queries
 

@@ -141,8 +141,7 @@ class Forward:
         return split if enters else self._cut_whole_streams(split)
 
     def sequence(self, index: int, streams: Streams) -> SequenceLengths:
-        """Measure the sequence of streams that enter at block ``index``; references come with the text, or
-        with the image where the model has put them after it before."""
+        """Measure the sequence where streams enter; references come with the text or with the image."""
         text = streams["text"]
         image = streams["image"]
         reference = self.reference
@@ -237,8 +236,7 @@ class Forward:
         return blocks.adapter.result(blocks, call, streams, self.tokens)
 
     def leave(self, streams: Streams) -> Streams:
-        """Fill the streams after the last block up to the sequence, for the end of the model; the image's
-        alone after Blocks.output_layer, where there is that."""
+        """Fill the streams after the last block up to the sequence, but the image before an output layer."""
         if self.tokens.is_whole:
             return streams
         text = streams["text"]

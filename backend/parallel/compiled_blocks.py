@@ -1,5 +1,4 @@
-"""Blocks compiled one by one (regional compilation, as diffusers' compile_repeated_blocks): all blocks of a
-kind share their graphs, so the first one compiles for all."""
+"""Regional compilation, as diffusers' compile_repeated_blocks: the blocks of a kind share their graphs."""
 
 import errno
 import os
@@ -162,8 +161,7 @@ def _plain(value: Any, first: bool) -> Any:
 
 
 def _fix_features(value: Tensor):
-    """Tell the compiler that features and heads are the model's: it computes with symbols otherwise, and
-    traces LTX-2's block for 9 s instead of 2."""
+    """Tell the compiler that features and heads are fixed: it traces LTX-2's block in 2 s instead of 9."""
     torch._dynamo.mark_static(value, value.ndim - 1)
     if value.ndim == 4 and value.shape[2] != 1:
         torch._dynamo.mark_static(value, 1)

@@ -41,8 +41,7 @@ QUERY_OF = {"to_v": "to_q", "to_value": "to_query", "add_v_proj": "add_q_proj", 
 
 @dataclass
 class ValueLayer:
-    """Calls a block's value layer before its query layer, so that values can travel during both products:
-    where they travel alone and the layer runs no collective.
+    """Calls a value layer before its query layer, where values travel alone and the layer runs no collective.
 
     place, count: of this layer among those of its group. attention: returns the hook (attention_hook.py).
     x, made: the layer's input and its values, from the early call until the block's own call.

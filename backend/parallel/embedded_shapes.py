@@ -1,5 +1,4 @@
-"""The embedders of the latent on stages after the first, which need the shape of what they return, not its
-values: a stage is sent its tokens (Stage._receive)."""
+"""Embedders of the latent on later stages, which are sent tokens and need a shape alone (Stage._receive)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -71,7 +71,7 @@ def refusal(name: str, failures: list[str]) -> str:
 
 
 def _failure_near_largest(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> str:
-    """Return why the kernel does not attend to values near the largest that it holds; as ``failure``."""
+    """Return why the kernel does not attend to values near its largest; as ``failure``."""
     largest = kernel_of(name).largest_value
     if not largest:
         return ""

@@ -35,8 +35,7 @@ class Shard:
 
     outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
     whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
-    outputs are concatenated. edges: columns where any rank's inputs begin or end. heights: how many rows each
-    of the ranks holds that the rows are cut over.
+    outputs are concatenated. edges: columns where any rank's inputs begin or end. heights: rows of each rank.
     """
 
     outputs: tuple[Span, ...]
@@ -182,8 +181,8 @@ def _block(name: str, family) -> str:
 
 
 def head_groups(modules: Iterable[nn.Module]) -> int:
-    """Count the groups of heads that ranks can have whole: the greatest common divisor of the heads of
-    queries, keys and values in all attention ``modules``; 0 where there are none."""
+    """Count the groups of heads that ranks can have whole: the greatest common divisor of the heads in all
+    attention ``modules``; 0 without any."""
     return math.gcd(*(count for module in modules for count in _head_counts(module)))
 
 

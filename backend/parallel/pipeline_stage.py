@@ -30,8 +30,7 @@ from .wire_bytes import FULL
 
 
 def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Tensor | tuple:
-    """Return a transformer's output, all outputs if the latents are nested; some of diffusers' classes return
-    a tuple, others the tensor itself."""
+    """Return a transformer's output (diffusers' classes: a tuple or a tensor), all of nested latents."""
     output = transformer(**arguments, return_dict=False)
     return output if isinstance(output, Tensor) or family.latent.nested else output[0]
 
@@ -272,8 +271,7 @@ class Stage:
         return {**returned, "text": text[:, :0]} if dummy and text is not None else returned
 
     def _check_calls(self, index: int, block: nn.Module, call: BlockCall):
-        """Raise UnsupportedError where a block's attention did not come through the hook: its tokens would
-        have attended to this rank's alone."""
+        """Raise UnsupportedError if attention passed by the hook: it would be to this rank's tokens alone."""
         blocks = self.family.blocks
         count = blocks.count_attention_calls
         expected = count(block) if count else len(blocks.attention)

@@ -93,8 +93,7 @@ class Masks:
         return self._needed[known]
 
     def of_text(self, text: Tensor, tokens: TokenShards, where: tuple) -> Tensor | None:
-        """Return a mask of text (B, text) as one over the keys of the whole joint sequence, (B, 1, 1, text +
-        image); None if it hides nothing."""
+        """Return a mask of text (B, text) for all keys, (B, 1, 1, text + image); None if it hides nothing."""
         known = self._known(text, where)
         if known not in self._needed:
             seen = known.bool()

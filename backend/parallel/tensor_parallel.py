@@ -173,8 +173,7 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
 
 
 def _own_features(block, args, kwargs, signature, names, mine: Span, groups: int):
-    """Cut those arguments of a block that run over the features of all heads, of which this rank has the
-    groups ``mine``: tensors, or tuples of them."""
+    """Cut a block's arguments ``names``, tensors or tuples of them, to this rank's groups of heads."""
     bound = signature.bind(*args, **kwargs)
     for name in names:
         bound.arguments[name] = tree_map(partial(_own_heads, mine=mine, groups=groups), bound.arguments[name])

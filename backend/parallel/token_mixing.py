@@ -1,8 +1,7 @@
 """Token mixing other than softmax attention, over SP ranks and in patches: linear attention, convolutions.
 
-Linear attention: a rank sends its share of the state, the sum over tokens, whose size does not depend on
-their number. Every patch has a share of its own, cached from step to step: stale shares stand for other
-patches.
+Linear attention: a rank sends its share of the state, a sum over tokens, whose size does not depend on their
+number. A patch has a share of its own, cached from step to step: stale shares stand for other patches.
 Convolutions: a rank is sent the halo, the tokens next to its own; patches read it from a buffer.
 """
 

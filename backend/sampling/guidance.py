@@ -24,8 +24,7 @@ NO_WEIGHT = 1e-37
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a request. weight: a number or (B, N, F). It counts from ``highest`` to ``lowest``, noise
-    levels."""
+    """One prompt. weight: a number or (B, N, F). It counts from noise level ``highest`` to ``lowest``."""
 
     branch: str
     weight: float | Tensor = 1.0

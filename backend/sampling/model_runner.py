@@ -78,8 +78,7 @@ class LoadedModel:
 
     @property
     def can_park(self) -> bool:
-        """Return whether parking frees anything: on the CPU the weights are in host memory already, and
-        sharded ones are tied to buffers of their own."""
+        """Return whether parking frees memory: not on the CPU, nor of weights in FSDP's buffers."""
         return self.weights.device.type == "cuda" and not self.sharded
 
     def park(self, ranks: Set[int]) -> bool:

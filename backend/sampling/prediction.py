@@ -1,5 +1,4 @@
-"""What a model's output means: flow (rectified flow), eps, v, v-ddpm. The arithmetic is ComfyUI's
-(comfy/model_sampling.py), element by element."""
+"""What a model's output means: flow, eps, v, v-ddpm, in ComfyUI's arithmetic (comfy/model_sampling.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -177,8 +177,7 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
 
 
 def _adams(x, lambdas, sigmas, i, tau, history, knots) -> Tensor:
-    """Step i, from the state ``x``, by the polynomial through the newest predictions of ``history``, at the
-    half log SNRs ``knots``."""
+    """Take step i by the polynomial through the newest predictions, at the half log SNRs ``knots``."""
     start = lambdas[i]
     end = lambdas[i + 1]
     weights = sigmas[i + 1] * end.exp() * _adams_weights(knots, start, end, tau)
@@ -187,8 +186,7 @@ def _adams(x, lambdas, sigmas, i, tau, history, knots) -> Tensor:
 
 
 def _adams_weights(knots: Tensor, start: Tensor, end: Tensor, tau: float) -> Tensor:
-    """Return the integral over the step of (1 + tau²) · exp((1 + tau²)(s − end)) · L_j(s) for the Lagrange
-    polynomials L_j of ``knots``."""
+    """Integrate (1 + tau²) · exp((1 + tau²)(s − end)) · L_j(s) over the step; L_j: Lagrange, of ``knots``."""
     rate = 1 + tau**2
     order = len(knots)
     powers = torch.arange(order, dtype=knots.dtype)
