@@ -24,18 +24,24 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
     """Return why the kernel ``name`` does not attend here, empty where it does; ``lse``: with the log-sum-exp
     too. Where memory runs out nothing is known. Raises where the device is lost."""
     q, k, v = _numbers(dtype, head_size, device)
-    try:
-        error, why = _tried(name, q, k, v, lse)
-        changed = not all(map(torch.equal, (q, k, v), _numbers(dtype, head_size, device)))
-    except Exception as failed:  # a wheel raises what it likes
-        return _why(failed, device, _lost(name))
-    if changed:  # they may be a K/V buffer's; first, since what comes of it may be wrong
-        return "it changes the queries, keys or values that it is given"
-    if not error <= MAX_ERROR:  # a NaN is no number below it
-        return f"it is off by {error:.2g} of its values"
-    if why:
-        return why
-    return _failure_near_largest(name, q, k, v, lse)
+    trials = {"its values": v}
+    largest = kernel_of(name).largest_value
+    if largest:
+        trials[f"values near {largest:,.0f}"] = v.sigmoid() * (NEAR_LARGEST * largest)
+    for which, values in trials.items():
+        before = [given.clone() for given in (q, k, values)]
+        try:
+            error, why = _tried(name, q, k, values, lse)
+            changed = not all(map(torch.equal, (q, k, values), before))
+        except Exception as failed:  # a wheel raises what it likes
+            return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
+        if changed:  # they may be a K/V buffer's; first, since what comes of it may be wrong
+            return "it changes the queries, keys or values that it is given"
+        if not error <= MAX_ERROR:  # a NaN is no number below it
+            return f"it is off by {error:.2g} of {which}"
+        if why:
+            return why
+    return ""
 
 
 @torch.inference_mode()
@@ -68,22 +74,6 @@ def refusal(name: str, failures: list[str]) -> str:
     remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
     why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
     return f"{why}; {remedy}, or set attention to auto."
-
-
-def _failure_near_largest(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> str:
-    """Return why the kernel does not attend to values near its largest; as ``failure``."""
-    largest = kernel_of(name).largest_value
-    if not largest:
-        return ""
-    try:
-        error, _ = _tried(name, q, k, v.sigmoid() * (NEAR_LARGEST * largest), lse)
-    except Exception as failed:
-        return _why(failed, q.device, _lost(name))
-    return "" if error <= MAX_ERROR else f"it is off by {error:.2g} of values near {largest:,.0f}"
-
-
-def _lost(name: str) -> str:
-    return f"attention is {name}, whose trial lost the GPU; set it to auto"
 
 
 def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float, str]:
