@@ -132,13 +132,9 @@ def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
         return x
     whole = x.new_empty(sum(lengths), *x.shape[1:])
     own, *others = whole.split(lengths)
-    waiting = dist.batch_isend_irecv(
-        [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
-    )
-    own.copy_(x)  # while the others' are under way
-    with WAIT_CLOCK:
-        for work in waiting:
-            work.wait()
+    own.copy_(x)
+    sources = zip(others, axis.ranks[1:])
+    _finish([dist.P2POp(dist.irecv, other, source, axis.group) for other, source in sources])
     return whole
 
 

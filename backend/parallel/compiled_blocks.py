@@ -72,7 +72,7 @@ class Compiler:
         return forward(block, *args, **kwargs)
 
     def forget_passing(self):
-        """Have the next request try again what failed for a cause that may be over by then."""
+        """Have the next request try again what failed for a cause that may be over."""
         for forward in self.passing:
             self.failed.pop(forward, None)
         self.passing.clear()
