@@ -95,13 +95,11 @@ class Attention:
         self.masks = Masks(self.positions)
 
     def install(self):
-        """Take the place of torch's function."""
         opaque_ops.RUNNING.attention = self
         F.scaled_dot_product_attention = opaque_ops.attention
         self.mixing.install()
 
     def uninstall(self):
-        """Give torch's function its place back."""
         F.scaled_dot_product_attention = attention_kernels.SDPA
         opaque_ops.RUNNING.attention = None
         opaque_ops.RUNNING.text = None
@@ -181,7 +179,6 @@ class Attention:
         call.values = EarlyValues(coming, values.dtype)
 
     def _attend(self, q, k, v, mask, scale):
-        """Run the chosen kernel; without queries there is nothing to compute."""
         return q if not q.shape[2] else attention_kernels.attend(self.kernel, q, k, v, mask, scale)
 
     def _without_dummy(self, call: BlockCall, q, k, v, mask, scale, where):

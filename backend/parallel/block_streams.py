@@ -36,7 +36,6 @@ class BlockStructure:
 
     @classmethod
     def of(cls, transformer: nn.Module, family: Family) -> "BlockStructure":
-        """Read the structure of ``transformer`` from its block lists."""
         joined: list[bool] = []
         entry = 0
         for name, kind in family.blocks.lists.items():
@@ -61,14 +60,12 @@ class BlockStructure:
         return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
 
     def split(self, joined: Tensor, text_tokens: int) -> Streams:
-        """Take the streams of a joined tensor (B, tokens, D) apart."""
         if self.family.blocks.text_position == "first":
             return {"text": joined[:, :text_tokens], "image": joined[:, text_tokens:]}
         image_tokens = joined.shape[1] - text_tokens
         return {"image": joined[:, :image_tokens], "text": joined[:, image_tokens:]}
 
     def join(self, streams: Streams) -> Tensor:
-        """Put both streams into one tensor (B, tokens, D)."""
         text = streams["text"]
         image = streams["image"]
         first = self.family.blocks.text_position == "first"
@@ -179,7 +176,6 @@ class Forward:
         return {"text": text, "image": image}
 
     def _local_image(self, image: Tensor) -> Tensor:
-        """Return this rank's tokens of the whole image stream."""
         shard = self.tokens.local
         latent = image[:, shard.image.indices]
         if not len(shard.reference):

@@ -36,7 +36,6 @@ WAIT_CLOCK = WaitClock()
 
 
 def count(mechanism: str, size: int):
-    """Add so many bytes to the account of ``mechanism``."""
     if size:
         SENT[mechanism] += size
 
@@ -160,7 +159,6 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
 
 
 def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
-    """Return the largest of every rank's ``x``."""
     wide = x.float()  # of which every backend knows the maximum
     with WAIT_CLOCK:
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
@@ -261,7 +259,6 @@ class Pipe:
         self.taken = None
 
     def drain(self):
-        """Wait for everything under way."""
         while self.posted:
             self.take()
         for work, _ in self.sending:

@@ -56,7 +56,6 @@ class ValueLayer:
     made: Tensor | None = None
 
     def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-        """Hook the layer, and its query layer where there is one."""
         layer = modules[self.name]
         handles = [layer.register_forward_pre_hook(self.before), layer.register_forward_hook(self.after)]
         parent, _, leaf = self.name.rpartition(".")
@@ -66,7 +65,6 @@ class ValueLayer:
         return handles
 
     def before_query(self, query: nn.Module, args: tuple):
-        """Compute the values before the queries, and keep them."""
         if torch.compiler.is_compiling():
             return
         self.x = None  # of a block that has failed

@@ -25,7 +25,6 @@ class ShapeOnly(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ShapeOnly":
-        """Return zeros of the shape, type and device of ``tensor``."""
         return tensor.new_zeros(1).expand(tensor.shape).as_subclass(cls)
 
 
@@ -56,5 +55,4 @@ class ShapeLayer(CachedLayer):
 
     @property
     def bytes(self) -> int:
-        """Memory of the cached answers."""
         return sum(answer.untyped_storage().nbytes() for answer in self.known.values())

@@ -220,7 +220,6 @@ KERNELS = {
 
 
 def kernel_of(name: str) -> Kernel:
-    """Return the row of a value of ParallelConfig.attention."""
     return KERNELS[TORCH if name == "auto" else name]
 
 

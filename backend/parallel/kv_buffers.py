@@ -70,6 +70,5 @@ class KVBuffers:
 
     @property
     def bytes(self) -> int:
-        """Memory of all buffers."""
         buffers = [*self.current.values(), *self.previous.values()]
         return sum(buffer.nbytes for buffer in buffers)

@@ -122,7 +122,6 @@ class CachedLayer(nn.Module):
 
     @property
     def bytes(self) -> int:
-        """Memory of the cached answers."""
         tensors = [] if self.table is None else [self.table]
         for answer in self.known.values():
             tensors += answer if isinstance(answer, tuple) else (answer,)

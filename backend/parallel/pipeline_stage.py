@@ -122,7 +122,6 @@ class Stage:
             self.pipe.forget_buffers()
 
     def drain(self):
-        """Wait for every send and receive under way."""
         if self.pipe:
             self.pipe.drain()
 
@@ -137,7 +136,6 @@ class Stage:
         return True
 
     def _kind(self, context: StepContext) -> tuple:
-        """Return what decides which kernels a forward launches."""
         tokens = self._tokens(context)
         return context.prompt, len(context.sample_span), len(tokens.text), len(tokens.image)
 

@@ -25,8 +25,6 @@ def cuts_of(x: Tensor, known: WeakTensorKeyDictionary) -> dict[tuple, Any]:
 
 @dataclass
 class Positions:
-    """Positions of tokens in their sequence."""
-
     _found: dict[tuple, tuple[TokenShards, slice | Tensor]] = field(default_factory=dict)
     _apart: dict[tuple, tuple[TokenShards, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 

@@ -32,11 +32,9 @@ class Span:
         return Span(lo - other.lo, max(lo, min(self.hi, other.hi)) - other.lo)
 
     def moved(self, by: int) -> "Span":
-        """Return the span ``by`` places on."""
         return Span(self.lo + by, self.hi + by)
 
     def overlaps(self, other: "Span") -> bool:
-        """Return whether some are in both; neither is empty."""
         return self.lo < other.hi and other.lo < self.hi
 
     def shard(self, index: int, count: int, shares: tuple[float, ...] = ()) -> "Span":
@@ -65,7 +63,6 @@ class SequenceLengths:
     reference: int = 0
 
     def latent_span(self, kind: str) -> Span | None:
-        """Return the image tokens of the latent named ``kind``; None for other kinds."""
         start = 0
         for name, tokens in self.latents:
             if name == kind:
@@ -170,7 +167,6 @@ class TokenShards:
         return tuple(counts)
 
     def _runs(self, kind: str, shard: TokenShard) -> list[Span]:
-        """Return where a shard's tokens stand in the whole ``kind`` sequence."""
         whole = self.sequence
         if kind == "text":
             return [shard.text]
@@ -188,7 +184,6 @@ class TokenShards:
 def whole_sequence(
     sequence: SequenceLengths, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
 ) -> TokenShards:
-    """Return the tokens of a synchronous forward: all of them."""
     text = Span(0, sequence.text)
     image = Span(0, sequence.image)
     reference = Span(0, sequence.reference)

@@ -8,7 +8,6 @@ from torch import nn
 
 
 def positional_names(block: nn.Module) -> list[str]:
-    """List the parameters that a block may be given by position."""
     parameters = inspect.signature(block.forward).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 

@@ -25,7 +25,6 @@ class StepContext:
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        """(prompt, sample) of every sample."""
         return [(self.prompt, item) for item in range(self.sample_span.lo, self.sample_span.hi)]
 
     def regroups(self, prompt: str, span: Span) -> bool:

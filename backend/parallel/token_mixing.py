@@ -23,7 +23,6 @@ class TokenMixing:
         self.sp = attention.mesh.sp
 
     def install(self):
-        """Take the place of the functions that serve one process."""
         opaque_ops.RUNNING.linear_state = self.linear_state
         token_mixing.linear_state = opaque_ops.state_over_ranks
         token_mixing.with_halo = self.with_halo
@@ -31,7 +30,6 @@ class TokenMixing:
         token_mixing.has_text = self.has_text
 
     def uninstall(self):
-        """Give the functions their places back."""
         opaque_ops.RUNNING.linear_state = None
         for name, function in token_mixing.ALONE.items():
             setattr(token_mixing, name, function)

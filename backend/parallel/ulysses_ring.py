@@ -103,7 +103,6 @@ class GatheredHeads:
     under_way: list[Callable[[], Tensor]] = field(default_factory=list)
 
     def send(self, out: Tensor):
-        """Begin the all-to-all of the next chunk."""
         batch, own, _, size = out.shape
         sent = [length * batch * own * size for length in self.lengths]
         sizes = [self.lengths[self.axis.rank] * batch * count * size for count in self._counts()]

@@ -33,11 +33,9 @@ class Prompt:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it weighs 1 everywhere."""
         return not isinstance(self.weight, Tensor) and self.weight == 1.0
 
     def counts_at(self, sigma: Tensor) -> bool:
-        """Return whether it counts at noise level ``sigma`` (0-d, CPU)."""
         return not (sigma > self.highest or sigma < self.lowest)
 
     def weigh(self, denoised: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,6 @@ class ModelInputs:
 
     @property
     def batch(self) -> int:
-        """Count the samples of the latent."""
         return self.latent.shape[0]
 
 

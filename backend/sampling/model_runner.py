@@ -276,7 +276,6 @@ class Runner:
         return [note for name, note in self.model.family.conditioning.notes.items() if name in sent]
 
     def drain(self):
-        """Wait for every activation under way."""
         if self.model.stage:
             self.model.stage.drain()
 

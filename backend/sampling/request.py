@@ -70,7 +70,6 @@ class Request:
         return tuple(name for name in CFG_BRANCHES if name in found)
 
     def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
-        """Name the prompts that count at a noise level."""
         return tuple(name for name, prompt in self.prompts.items() if prompt.counts_at(sigma))
 
     @property
@@ -86,7 +85,6 @@ class Request:
         return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
     def arguments(self, prompt: str, samples: slice) -> dict[str, Tensor]:
-        """Return the model arguments of a prompt for some samples of this replica's batch."""
         return _arguments_of_samples(self.conditioning[prompt], samples, self.noise.shape[0])
 
     def step_end(self, sigma: Tensor) -> Tensor | None:

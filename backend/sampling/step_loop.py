@@ -44,8 +44,6 @@ class SolverState:
 
 @dataclass
 class Patch:
-    """Tokens that are evaluated together, and the solvers that step them."""
-
     span: Span
     states: list[SolverState]
     with_text: bool

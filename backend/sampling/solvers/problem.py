@@ -36,7 +36,6 @@ class Problem:
 
     @property
     def steps(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (index, sigma, next sigma) of every step."""
         return ((i, self.sigmas[i], self.sigmas[i + 1]) for i in range(len(self.sigmas) - 1))
 
     @property
