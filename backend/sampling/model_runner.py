@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -148,25 +148,24 @@ class LoadedModel:
         }
 
 
+@dataclass
 class Runner:
-    """Calls the model for one request."""
+    """Calls the model for one request.
 
-    def __init__(
-        self, model: LoadedModel, request: Request, buffers: KVBuffers | None, outcome: Callable[[], Outcome]
-    ):
-        self.model = model
-        self.request = request
-        self.buffers = buffers
-        self.outcome = outcome
-        self.calls = 0
-        #: Evaluation -> the model's time (0-d) on the device.
-        self.times: dict[int, Tensor] = {}
-        #: Evaluation -> where its step ends (1,), on the device, for models that are told.
-        self.step_ends: dict[int, Tensor] = {}
-        #: (prompt, lo, hi) of samples lo <= i < hi -> the prompt's arguments.
-        self.prompts: dict[tuple[str, int, int], RequestArguments] = {}
-        #: What all of them share (once_a_request).
-        self.shared: dict[Hashable, Any] = {}
+    times: evaluation -> the model's time (0-d) on the device; step_ends: where its step ends (1,), for models
+    that are told. prompts: (prompt, lo, hi) of samples lo <= i < hi -> the prompt's arguments; shared: what
+    all of them share (once_a_request).
+    """
+
+    model: LoadedModel
+    request: Request
+    buffers: KVBuffers | None
+    outcome: Callable[[], Outcome]
+    calls: int = 0
+    times: dict[int, Tensor] = field(default_factory=dict)
+    step_ends: dict[int, Tensor] = field(default_factory=dict)
+    prompts: dict[tuple[str, int, int], RequestArguments] = field(default_factory=dict)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
     def plan(self, sigmas: list[Tensor]):
         """Bring the times of evaluations at ``sigmas`` (0-d, CPU) to the device, before the first step."""

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
 
@@ -20,29 +21,24 @@ def next_seed(seed: int) -> int:
     return (seed + 1) % (1 << 64)
 
 
+@dataclass
 class FreshNoise:
     """Noise of the stochastic solvers, as tokens (B, N, F) on ``device``; drawn when first asked for.
     ``same_on_all_ranks`` makes one of what ranks with other GPUs draw from the same seed."""
 
-    def __init__(
-        self,
-        seed: int,
-        batch: int,
-        grid: TokenGrid | NestedGrid,
-        device: torch.device,
-        sigmas: Tensor,
-        same_on_all_ranks: Callable[[Tensor], Tensor] = lambda drawn: drawn,
-    ):
-        own = next_seed(seed) if device.type == "cpu" else seed  # as ComfyUI's default_noise_sampler
-        self.generator = torch.Generator(device).manual_seed(own)
-        self.shape = (batch, *grid.shape)
-        self.grid = grid
-        self.device = device
-        self.seed = seed
-        self.sigmas = sigmas
-        self.same_on_all_ranks = same_on_all_ranks
-        self.count = 0
-        self.drawn: dict[object, Tensor] = {}
+    seed: int
+    batch: int
+    grid: TokenGrid | NestedGrid
+    device: torch.device
+    sigmas: Tensor
+    same_on_all_ranks: Callable[[Tensor], Tensor] = lambda drawn: drawn
+    count: int = 0
+    drawn: dict[object, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        own = next_seed(self.seed) if self.device.type == "cpu" else self.seed  # as ComfyUI's
+        self.generator = torch.Generator(self.device).manual_seed(own)
+        self.shape = (self.batch, *self.grid.shape)
 
     def draw(self, index: int) -> Tensor:
         """Return the ``index``-th draw of the seeded generator, (B, N, F)."""
