@@ -100,35 +100,30 @@ class GatheredHeads:
     axis: Axis
     chunks: int = 1
     groups: int = 0
-    under_way: list[Callable[[], Tensor]] = field(default_factory=list)
+    under_way: list[tuple[Callable[[], Tensor], list[int]]] = field(default_factory=list)
 
     def send(self, out: Tensor):
         batch, own, _, size = out.shape
+        tokens = self.lengths[self.axis.rank]
+        groups = self.groups or self.heads
+        chunk = len(self.under_way)
+        shards = shard_sizes(groups, count=self.axis.size, shares=self.axis.shares)
+        counts = [len(Span(0, shard).shard(chunk, self.chunks)) * self.heads // groups for shard in shards]
         sent = [length * batch * own * size for length in self.lengths]
-        sizes = [self.lengths[self.axis.rank] * batch * count * size for count in self._counts()]
+        sizes = [tokens * batch * count * size for count in counts]
         flat = out.permute(2, 0, 1, 3).reshape(-1)
-        self.shape = (self.lengths[self.axis.rank], batch, -1, size)
-        self.under_way.append(begin_all_to_all(flat, sent, sizes, self.axis, "ulysses"))
+        self.shape = (tokens, batch, -1, size)
+        self.under_way.append((begin_all_to_all(flat, sent, sizes, self.axis, "ulysses"), sizes))
 
     def wait(self) -> Tensor:
         """Return the tensor of all chunks, its heads adjacent in memory for the projection after it."""
         tokens, batch, _, size = self.shape
-        received = []
-        for chunk, end in enumerate(self.under_way):
-            sizes = [tokens * batch * count * size for count in self._counts(chunk)]
-            received.append(end().split(sizes))
+        received = [end().split(sizes) for end, sizes in self.under_way]
         by_rank = [heads for of_rank in zip(*received) for heads in of_rank if heads.numel()]
         if not by_rank:
             return received[0][0].new_empty(batch, self.heads, tokens, size)
         whole = torch.cat([heads.view(self.shape) for heads in by_rank], dim=2)
         return whole.permute(1, 2, 0, 3)
-
-    def _counts(self, chunk: int | None = None) -> list[int]:
-        """Return how many heads each rank has in a chunk, by default in that which is sent next."""
-        chunk = len(self.under_way) if chunk is None else chunk
-        groups = self.groups or self.heads
-        shards = shard_sizes(groups, count=self.axis.size, shares=self.axis.shares)
-        return [len(Span(0, shard).shard(chunk, self.chunks)) * self.heads // groups for shard in shards]
 
 
 def merge_block(
