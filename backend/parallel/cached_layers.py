@@ -37,12 +37,10 @@ def cache_layers(
     cache = LayerCache(offload_device, dtype, mesh)
     layers: dict[str, CachedLayer] = {}
     for name, kind in _wanted(transformer, blocks, family, mesh.pp.is_first):
-        parent = transformer.get_submodule(name.rpartition(".")[0])
-        leaf = name.rpartition(".")[2]
         shared = not family.cache.modulation_per_sample
         made = ShapeLayer if kind == "shape" else CachedLayer
-        layers[name] = made(getattr(parent, leaf), kind, cache.current, shared)
-        setattr(parent, leaf, layers[name])
+        layers[name] = made(transformer.get_submodule(name), kind, cache.current, shared)
+        transformer.set_submodule(name, layers[name])
     cache.layers = list(layers.values())
     cache.width = max(
         widths.values(), default=sum(layer_features(cached.layer) for cached in cache.modulations)
