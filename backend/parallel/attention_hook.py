@@ -202,7 +202,6 @@ class Attention:
         if kv_heads != k.shape[1]:  # no rank has part of a group
             k, v = (t.repeat_interleave(kv_heads // t.shape[1], 1) for t in (k, v))
         own_lengths = [lengths[i] for i in self.own]
-        own_key_lengths = [key_lengths[i] for i in self.own]
         chunks = 1
         if self.buffers is None:  # of a patch there is less to hide
             tokens = call.tokens.sequence.length_of(query_kind)
@@ -210,17 +209,15 @@ class Attention:
         early = call.values
         call.values = None
         sent = [pack(tensor, self.wire) for tensor in ((q, k) if early else (q, k, v))]
-        coming = []
-        for chunk in range(chunks):
-            how = (u, chunk, chunks, kv_heads)
-            if query_kind == key_kind:
-                coming.append([ulysses_ring.scatter_heads(sent, own_lengths, *how)])
-            else:
-                coming_queries = ulysses_ring.scatter_heads(sent[:1], own_lengths, *how)
-                coming_kv = ulysses_ring.scatter_heads(sent[1:], own_key_lengths, *how)
-                coming.append([coming_queries, coming_kv])
+        messages = [(sent, own_lengths)]
+        if query_kind != key_kind:
+            messages = [(sent[:1], own_lengths), (sent[1:], [key_lengths[i] for i in self.own])]
+        coming = [
+            [ulysses_ring.scatter_heads(*message, u, chunk, chunks, kv_heads) for message in messages]
+            for chunk in range(chunks)
+        ]
         dtype = q.dtype
-        del sent, k, v  # what was packed or repeated is copied by now
+        del sent, messages, k, v  # what was packed or repeated is copied by now
         opaque_ops.run_meanwhile()
         going = ulysses_ring.GatheredHeads(heads, own_lengths, u, chunks, kv_heads)
         for chunk, waits in enumerate(coming):
