@@ -103,11 +103,7 @@ class Denoiser:
 
     @property
     def planned_calls(self) -> int:
-        calls = 0
-        for index, evaluation in enumerate(self.plan):
-            prompts = self._own(self.request.prompts_at(evaluation.sigma))
-            calls += sum(len(self._micro_batches(patch, index, prompts)) for patch in self._patches(index))
-        return calls
+        return sum(len(contexts) for index in range(len(self.plan)) for _, contexts in self._calls(index))
 
     def _begin(self):
         request = self.request
@@ -158,23 +154,25 @@ class Denoiser:
         before = self.request.prompts_at(self.plan[index - 1].sigma) if index else ()
         return set(self.request.prompts_at(evaluation.sigma)) <= set(before)
 
-    def _patches(self, index: int) -> list[Patch]:
-        return self.patches if self._is_stale(index) else [self.whole]
+    def _calls(self, index: int) -> list[tuple[Patch, list[StepContext]]]:
+        """Return the patches of an evaluation with their micro-batches."""
+        prompts = self._own(self.request.prompts_at(self.plan[index].sigma))
+        patches = self.patches if self._is_stale(index) else [self.whole]
+        return [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
 
     def _evaluate(self, index: int):
         plan = self.plan
         evaluation = plan[index]
-        prompts = self._own(self.request.prompts_at(evaluation.sigma))
         opens = index == 0 or plan[index - 1].step != evaluation.step
         closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
-        patches = self._patches(index)
-        calls = [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
+        calls = self._calls(index)
         contexts = [context for _, micro_batches in calls for context in micro_batches]
         done = ahead = 0
         for patch, micro_batches in calls:
             if self.first_stage:
                 self._collect_until(patch)
-                ends = closes and patch is patches[-1]
+                prompts = tuple(dict.fromkeys(context.prompt for context in micro_batches))
+                ends = closes and patch is calls[-1][0]
                 self.pending.append(Pending(patch, evaluation, prompts, opens_step=opens, closes_step=ends))
             for context in micro_batches:
                 most = min(done + 2, len(contexts))
