@@ -8,7 +8,7 @@ between heads, wherever blocks end: a head more would cost a rank more than the 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -278,7 +278,7 @@ def _between_blocks(
     """
     if not units and not groups:
         return dict(cuts)
-    attentions = {name for name, module in layers.items() if has_layer(module, QUERIES)}
+    attentions = tuple(f"{name}." for name, module in layers.items() if has_layer(module, QUERIES))
     by_block = defaultdict(dict)
     for name, cut in cuts.items():
         if not cut.exchanges:
@@ -291,18 +291,12 @@ def _between_blocks(
             if cut.columns.over:
                 for width in cut.columns.widths:
                     wanted[width] = math.lcm(wanted[width], units.get(name, 1))
-            is_attention = any(parent in attentions for parent in _parents(name))
-            fixed |= _of_heads(cut, in_attention=is_attention, uneven=groups > 0)
+            fixed |= _of_heads(cut, in_attention=name.startswith(attentions), uneven=groups > 0)
         sizes = {width: unit for width, unit in wanted.items() if unit > 1 and width not in fixed}
         if groups:
             sizes |= {width: width // groups for width in fixed if width % groups == 0}
         moved |= {name: _moved(cut, sizes) for name, cut in own.items()}
     return moved
-
-
-def _parents(name: str) -> Iterator[str]:
-    while name := name.rpartition(".")[0]:
-        yield name
 
 
 def _of_heads(cut: Cut, in_attention: bool, uneven: bool) -> set[int]:
