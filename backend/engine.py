@@ -113,8 +113,7 @@ class Engine:
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
-        ``autodetected`` as in open_checkpoint, ``on_progress`` as in Checkpoint.load. ``checked``: by
-        check_load, whose checkpoint stays as it is."""
+        ``checked``: by check_load, whose checkpoint stays as it is."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
         if checked is None:
@@ -265,8 +264,7 @@ class Engine:
 
     @refusing("what is to be described")
     def describe(self, message: Describe, checkpoint: Checkpoint) -> list[dict]:
-        """Describe each rank (RankPlan.as_dict) for a loaded model; ``checkpoint``: of its file, not loaded.
-        Raises UnsupportedError or ConfigError."""
+        """Describe ranks by an unloaded ``checkpoint``. Raises UnsupportedError or ConfigError."""
         model = self.loaded(message.model)
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})

@@ -50,8 +50,7 @@ def attend(
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *others, enable_gqa: bool = False, **named
 ) -> Tensor:
-    """Call torch's own function. Grouped keys and values are repeated where it would compute all pairs of
-    tokens in memory otherwise: of its kernels few take groups."""
+    """Call torch's own function; repeat grouped keys and values where no fast kernel of it takes them."""
     if enable_gqa and not _takes_groups(q, mask):
         k, v = whole_heads(q, k, v)
         enable_gqa = False
@@ -59,8 +58,7 @@ def sdpa(
 
 
 def _takes_groups(q: Tensor, mask: Tensor | None) -> bool:
-    """Return whether torch has a fast kernel with grouped keys and values for this call: the CPU's, and
-    flash attention on NVIDIA's GPUs, which knows no masks."""
+    """Return whether a fast kernel of torch takes groups: the CPU's, or NVIDIA's flash, without masks."""
     if not q.is_cuda:
         return q.device.type == "meta" or (q.device.type == "cpu" and has_torch(*CPU_GROUPS))
     able = mask is None and q.dtype in HALF and q.shape[-1] <= MAX_FLASH_HEAD
@@ -96,8 +94,7 @@ def instead_of_torch(kernel: str) -> Iterator[None]:
 def attend_lse(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attend and the log-sum-exp (B, H, S) float32, by which ring attention merges blocks. A query
-    whose keys are all masked gets output 0 and NOTHING for lse."""
+    """Compute attend and the log-sum-exp (B, H, S) in float32; 0 and NOTHING where all keys are masked."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _lse_kernel(kernel, q, k, v, None if mask is None else _additive(mask, q), scale)
     assert lse is not None, "asked for"
@@ -136,8 +133,7 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Return whether torch's flash kernel runs there: on NVIDIA's GPUs since Ampere, where this torch was
-    built with it and kernel_trial.py has not seen it fail."""
+    """Return whether torch's flash kernel runs there (NVIDIA since Ampere), and no trial has seen it fail."""
     if device in WITHOUT_FLASH or not torch.backends.cuda.is_flash_attention_available():
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= AMPERE
@@ -158,8 +154,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 def aligned(bias: Tensor) -> Tensor:
     """Return ``bias`` (..., keys) with rows that begin at multiples of ALIGNMENT numbers, as CUDA's
-    memory-efficient kernel wants them ("attn_bias is not correctly aligned"). SDPA itself does the same
-    (preprocess_mask in aten's attention.cpp)."""
+    memory-efficient kernel wants them; SDPA itself does the same (preprocess_mask in attention.cpp)."""
     starts = (*bias.stride()[:-1], bias.storage_offset())
     if bias.stride(-1) == 1 and not any(start % ALIGNMENT for start in starts):
         return bias

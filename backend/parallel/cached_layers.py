@@ -27,10 +27,7 @@ def cache_layers(
     mesh: Mesh,
 ) -> LayerCache:
     """Put a CachedLayer in front of what the family names, in this rank's ``blocks`` and before the blocks.
-
-    ``stages`` says which modulation layers, of ``dtype``, another stage of ``mesh.pp`` holds. The order of
-    layers is the same on every rank.
-    """
+    ``stages``: which modulation layers, of ``dtype``, others hold. All ranks have one order of layers."""
     widths: Counter[int] = Counter()
     for name, stage in stages.owners.items():
         widths[stage] += layer_features(transformer.get_submodule(name))

@@ -10,8 +10,7 @@ from .modulation_cache import COMPUTED, CachedLayer
 
 
 class ShapeOnly(Tensor):
-    """Zeros in a shape, of which one is in memory. What diffusers does to embedded tokens before the blocks
-    leaves it so: ``contiguous`` would write all of them."""
+    """Zeros of which one is in memory, which what diffusers does keeps so: ``contiguous`` would write all."""
 
     VIEWS = (Tensor.flatten, Tensor.transpose)
 

@@ -45,8 +45,7 @@ class Kernel:
     compute capability of each run that has kernels. head_size: the largest; multiple: of which head sizes are
     multiples; head_sizes: those that there are, where they are few. lse: it returns the log-sum-exp, by which
     rings merge. exact: it computes in the type of its inputs. largest_value: of V, where it holds less than
-    their type; 0 for all. rocm: torch for AMD's GPUs may have it. torch_impl: the name under which
-    torch.nn.attention activates it.
+    their type; 0 for all. rocm: torch for AMD's GPUs may have it. torch_impl: its name in torch.nn.attention.
     """
 
     what: str

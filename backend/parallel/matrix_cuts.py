@@ -60,10 +60,7 @@ class Shard:
 @dataclass(frozen=True)
 class Runs:
     """Neighbouring runs of features, such as queries, keys and values in one matrix, each cut by itself.
-
-    widths: features of each run. over: the mesh axis whose ranks share each run; "" for none. units: a run is
-    cut at multiples of its unit; () for 1.
-    """
+    widths: features of each run. over: the mesh axis that shares each, or "". units: of the cuts of each."""
 
     widths: tuple[int, ...]
     over: str = ""
@@ -95,8 +92,7 @@ def _piece(start: int, width: int, unit: int, axis: Axis | None) -> Span:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one matrix is cut, whichever rank keeps a piece. exchanges: each rank is given and returns whole
-    activations. A norm has no columns."""
+    """How a matrix is cut; a norm has no columns. exchanges: ranks are given and return whole activations."""
 
     rows: Runs
     columns: Runs
@@ -168,8 +164,7 @@ def cut_plan(
 
 
 def _is_modulation(name: str, family) -> bool:
-    inner = name.removeprefix(f"{_block(name, family)}.")
-    return matches(inner, family.cache.modulation)
+    return matches(name.removeprefix(f"{_block(name, family)}."), family.cache.modulation)
 
 
 def _block(name: str, family) -> str:
@@ -178,8 +173,7 @@ def _block(name: str, family) -> str:
 
 
 def head_groups(modules: Iterable[nn.Module]) -> int:
-    """Count the groups of heads that ranks can have whole: the greatest common divisor of the heads in all
-    attention ``modules``; 0 without any."""
+    """Count the groups of heads that ranks can have whole: the heads' greatest common divisor; 0 for none."""
     return math.gcd(*(count for module in modules for count in _head_counts(module)))
 
 

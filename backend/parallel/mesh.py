@@ -125,8 +125,8 @@ def file_store(path: str) -> FileStore:
 
 
 def build(config: ParallelConfig, device: str, store: Store | None = None) -> Mesh:
-    """Join the default group at ``store`` (default: torchrun's MASTER_ADDR and MASTER_PORT) and build every
-    group of ``config`` on ``device`` ("cuda" or "cpu")."""
+    """Join the default group at ``store`` (None: torchrun's), and build every group of ``config`` on
+    ``device`` ("cuda" or "cpu")."""
     local = torch.device(device, _own_gpu()) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(local)
@@ -289,8 +289,7 @@ def _edge(pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | in
 
 
 def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device):
-    """Send a first number, so that no request waits for the connection. NCCL connects the pair for such
-    single sends and receives alone, on a stream of its own."""
+    """Send a first number, so that no request waits for NCCL to connect the pair for single messages."""
     x = torch.zeros(1, device=device)
     if dist.get_rank() == sender:
         work = dist.isend(x, receiver, group=group)

@@ -33,10 +33,7 @@ COMPUTED: Counter[str] = Counter()
 @dataclass
 class CurrentCall:
     """Which rows of the cached tables belong to the call under way; shared by all cached layers of a model.
-
-    context: the call under way; None between requests. rows: (prompt, evaluation computed ahead) -> the rows
-    of the tables that blocks get then, one a sample.
-    """
+    context: None between requests. rows: (prompt, evaluation computed ahead) -> rows, one a sample."""
 
     context: StepContext | None = None
     rows: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
@@ -213,7 +210,7 @@ class LayerCache:
             layer.known.clear()
 
     def begin_evaluation(self, evaluation: int):
-        """Have an evaluation's modulation ready if it is computed ahead. Collective over pp, tp, FSDP's."""
+        """Have an evaluation's modulation ready if it is computed ahead. Collective over pp, tp and FSDP."""
         self._forget_step()
         if self.plan is None:
             self._forget_modulation()
@@ -232,8 +229,7 @@ class LayerCache:
             self._forget_step()
 
     def modulate_ahead(self, embeddings: dict[str, list[Tensor]], samples: int, most_samples: int):
-        """Compute modulation, one GEMM a layer for as many evaluations as fit into AHEAD, or as _at_once
-        says; the others follow in begin_evaluation.
+        """Compute modulation, one GEMM a layer for a chunk of evaluations; others follow in begin_evaluation.
 
         ``embeddings[prompt][evaluation]`` (B, D) is what blocks get then, its attribute ``second`` what some
         of their tokens get. ``samples``: of this replica; ``most_samples``: of the one that has most, the

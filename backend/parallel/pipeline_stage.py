@@ -18,7 +18,7 @@ from ..models.family import Family
 from ..runtime.opaque_ops import RUNNING, text_count_tensor
 from .attention_hook import Attention, BlockCall
 from .block_streams import BlockStructure, Forward, Streams, block_list, blocks_of, token_shards
-from .comm import Pipe
+from .comm import Pipe, cat_or_same
 from .early_values import watch_values
 from .kv_buffers import KVBuffers
 from .mesh import Mesh
@@ -312,4 +312,4 @@ class Stage:
         image = streams["image"]
         both = image if text is None else torch.cat([text, image], dim=1)
         skips = [forward.skips[source] for source in self.structure.crossing(self.blocks.stop)]
-        pipe.send(torch.cat([both, *skips], dim=2) if skips else both, self.mesh.pp.neighbour(1))
+        pipe.send(cat_or_same([both, *skips], dim=2), self.mesh.pp.neighbour(1))

@@ -1,5 +1,4 @@
-"""Positions of tokens on the device, and attention masks, made once a request: each would otherwise copy to
-the device, or wait for it, at every micro-step."""
+"""Positions and masks on the device, made once a request: micro-steps neither copy them nor wait for them."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, cast

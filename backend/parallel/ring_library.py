@@ -1,6 +1,5 @@
-"""yunchang's ring, from its file alone: the package imports every kernel package that is installed, as
-flash-attn, flashinfer and sageattention. One that is broken, or asks for a GPU where none is visible, would
-be the end of rings that need none of them."""
+"""yunchang's ring, from its file alone: the package imports every kernel package that is installed, of which
+one that is broken, or asks for a GPU where none is visible, would end rings that need none."""
 
 import importlib.util
 from functools import cache

@@ -7,8 +7,7 @@ Schemes (ParallelConfig.split_scheme):
   "rowwise after attention" (inputs are attention's and the MLP's), "norm" (cut if it is over all heads).
   Modulation is cut by its outputs, which are gathered once an evaluation.
 - row, column: every linear layer of a block by its inputs (all-reduce) or its outputs (all-gather).
-- 2d: every layer by inputs and outputs at once over an r x c grid of the ranks (SUMMA-like, arXiv 2104.05343
-  without the activations' split).
+- 2d: every layer by inputs and outputs over an r x c grid (arXiv 2104.05343 without the activations' split).
 """
 
 import inspect
@@ -121,8 +120,8 @@ class ShardedNorm(nn.Module):
 
 
 class FirstChoice(nn.Module):
-    """A router's hook: all ranks of ``tp`` use the first one's choice of experts. A GPU that computes another
-    last bit may choose another one: ranks would sum parts of different experts, of different sizes."""
+    """A router's hook: all ranks of ``tp`` use the first one's choice of experts. With another last bit a GPU
+    may choose another one: ranks would sum parts of different experts, of different sizes."""
 
     def __init__(self, tp: Axis):
         super().__init__()

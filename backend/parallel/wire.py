@@ -34,10 +34,8 @@ def pack(x: Tensor, wire: str) -> Tensor:
     packed = torch.empty_permuted(shape, order, dtype=torch.uint8, device=x.device)
     values = packed[..., :features].view(DTYPE)
     # dimension -2 is that of tokens
-    pieces = values.tensor_split(PIECES, -2)
-    numbers = x.tensor_split(PIECES, -2)
-    divisors = scale.tensor_split(PIECES, -2)
-    for piece, number, divisor in zip(pieces, numbers, divisors):
+    in_pieces = (each.tensor_split(PIECES, -2) for each in (values, x, scale))
+    for piece, number, divisor in zip(*in_pieces):
         piece.copy_(number / divisor)
     packed[..., features:].copy_(scale.view(torch.uint8))
     return packed

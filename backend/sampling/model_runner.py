@@ -152,9 +152,8 @@ class LoadedModel:
 class Runner:
     """Calls the model for one request.
 
-    times: evaluation -> the model's time (0-d) on the device; step_ends: where its step ends (1,), for models
-    that are told. prompts: (prompt, lo, hi) of samples lo <= i < hi -> the prompt's arguments; shared: what
-    all of them share (once_a_request).
+    times, step_ends: evaluation -> the model's time (0-d), and for models that are told the step's end (1,).
+    prompts: (prompt, lo, hi) of samples -> the prompt's arguments; shared: what they share (once_a_request).
     """
 
     model: LoadedModel
@@ -255,8 +254,7 @@ class Runner:
         return stage is None or (segments_grow() and stage.expect(context))
 
     def statistics(self, started: float) -> dict:
-        """Return the seconds since ``started`` (time.perf_counter), the model's calls, the bytes sent by
-        purpose, and notes for the user. Every rank calls it."""
+        """Return seconds since ``started``, model calls, bytes by purpose, and notes. Every rank calls it."""
         seconds = time.perf_counter() - started
         calls = {"model_calls": self.calls, "bytes_sent": dict(comm.SENT)}
         outcome = self.outcome()

@@ -21,8 +21,7 @@ TYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
 def check_numbers(tensors: dict[str, Tensor]):
-    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError. A sum shows both in
-    one pass over the tensor, and overflows itself at worst."""
+    """Refuse NaN and infinity, which a sum shows, and types that no model takes. Raises UnsupportedError."""
     for name, value in tensors.items():
         if value.dtype not in TYPES:
             raise UnsupportedError(f"{name:.100} is of {value.dtype}; send float32, float16 or bfloat16.")
@@ -60,8 +59,7 @@ def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str):
 def check_latent(
     shape: tuple[int, ...], shapes: list, family: Family, model_config: dict, has_more: bool = False
 ):
-    """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. Raises UnsupportedError.
-    ``has_more``: channels may follow the latent's."""
+    """Refuse what is no latent of this model. Raises UnsupportedError. ``has_more``: channels may follow."""
     nested = family.latent.nested
     if nested is None:
         channels = family.latent.channels(model_config)

@@ -58,7 +58,7 @@ def refusing(what: str):
 
 @dataclass(frozen=True)
 class RequestTarget:
-    """The model of a request and its ranks. config: arguments of the diffusers class. device: "cuda" | "cpu".
+    """A request's model and ranks. config: arguments of the diffusers class. device: "cuda" or "cpu".
     capabilities: of the ranks' GPUs."""
 
     family: Family
