@@ -160,11 +160,9 @@ class Attention:
         if call is None or not self.sends_values:
             return
         call.made[index] = made
-        if len(call.made) == count:
-            streams = [call.made.pop(i) for i in range(count)]
-            self._send_values(call, comm.cat_or_same(streams, 1))
-
-    def _send_values(self, call: BlockCall, made: Tensor):
+        if len(call.made) < count:
+            return
+        made = comm.cat_or_same([call.made.pop(i) for i in range(count)], 1)
         kind = call.next_kind
         assert isinstance(kind, str) and kind != "cross", "Blocks.values are of calls within the sequence"
         assert call.values is None, "each call uses its own"

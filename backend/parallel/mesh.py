@@ -71,10 +71,6 @@ class Edges:
     after: dist.ProcessGroup | None = None
     outputs: dist.ProcessGroup | None = None
 
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        return [group for group in (self.before, self.after, self.outputs) if group is not None]
-
 
 @dataclass(frozen=True)
 class Mesh:
@@ -191,7 +187,7 @@ def _differ(name: str, group: dist.ProcessGroup) -> bool:
 
 def close(mesh: Mesh):
     """Give back a mesh's groups and threads, on every rank at once; the default group stays for the next."""
-    groups = [*_groups(mesh), *mesh.edges.groups, *filter(None, [mesh.control])]
+    groups = [*_groups(mesh), *filter(None, [*vars(mesh.edges).values(), mesh.control])]
     dist.barrier(group=mesh.control)
     for group in groups:
         if group is not dist.group.WORLD:  # an axis of all ranks may have been given the default group

@@ -75,11 +75,11 @@ class TokenMixing:
         """Return the tokens and their halo over ranks and patches (token_mixing.with_halo)."""
         call = self.attention.call
         buffers = self.attention.buffers
-        if call is None or (buffers is None and self.sp.size == 1):
-            if call is not None:
-                call.next()
+        if call is None:
             return Halo(x, first=0, before=0)
         where = call.next()[1]
+        if buffers is None and self.sp.size == 1:
+            return Halo(x, first=0, before=0)
         tokens = call.tokens
         total = tokens.sequence.image
         own = tokens.local.image

@@ -31,10 +31,6 @@ class Prompt:
     highest: float = float("inf")
     lowest: float = float("-inf")
 
-    @property
-    def is_plain(self) -> bool:
-        return not isinstance(self.weight, Tensor) and self.weight == 1.0
-
     def counts_at(self, sigma: Tensor) -> bool:
         return not (sigma > self.highest or sigma < self.lowest)
 
@@ -65,7 +61,8 @@ def _place(name: str) -> tuple[int, int]:
 
 def mix(prompts: list[Prompt], predictions: list[Tensor], tokens: slice) -> Tensor:
     """Mix the predictions of the prompts of one CFG branch, each (B, tokens, F), into one."""
-    if len(prompts) == 1 and prompts[0].is_plain:
+    first = prompts[0].weight
+    if len(prompts) == 1 and not isinstance(first, Tensor) and first == 1.0:
         return predictions[0]
     weighed = [prompt.weigh(denoised, tokens) for prompt, denoised in zip(prompts, predictions)]
     prediction, weight = weighed[0]

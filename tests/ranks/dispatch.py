@@ -184,7 +184,7 @@ def timeouts() -> set[float]:
     for degrees in ({"ulysses_degree": ranks, "shard_weights": True}, {"pipefusion_degree": ranks}):
         made = mesh.build(ParallelConfig(device="cpu", **degrees), "cpu")
         axes = [value.group for value in vars(made).values() if isinstance(value, mesh.Axis)]
-        groups = [*axes, *made.edges.groups, made.control, made.weights and made.weights.get_group()]
+        groups = [*axes, *vars(made.edges).values(), made.control, made.weights and made.weights.get_group()]
         for group in groups:
             if group is not None:
                 backend = group._get_backend(torch.device("cpu"))
