@@ -1,6 +1,9 @@
 """ComfyUI's model object for a transformer of which ComfyUI has none. Of one whose family has no entry:
 schedules from the pipeline's scheduler, latent scaling from its VAE."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import comfy.conds
 import comfy.latent_formats
 import comfy.model_base
@@ -20,6 +23,31 @@ MODEL_TYPES = {
     "eps": comfy.model_base.ModelType.EPS,
     "v": comfy.model_base.ModelType.V_PREDICTION,
 }
+
+
+class VaeScaling(comfy.latent_formats.LatentFormat):
+    """The scaling of latents that a diffusers VAE's configuration states: a scale and a shift, or a mean and
+    a deviation of each channel."""
+
+    def __init__(self, channels: int, dimensions: int, vae: dict):
+        self.latent_channels = channels
+        self.latent_dimensions = dimensions
+        self.scale_factor = vae.get("scaling_factor") or 1.0
+        self.mean = vae.get("latents_mean") or vae.get("shift_factor") or 0.0
+        self.deviation = vae.get("latents_std") or 1.0
+
+    def process_in(self, latent):
+        return (latent - _channels(self.mean, latent)) * self.scale_factor / _channels(self.deviation, latent)
+
+    def process_out(self, latent):
+        return latent * _channels(self.deviation, latent) / self.scale_factor + _channels(self.mean, latent)
+
+
+def _channels(values: float | Sequence[float], latent: torch.Tensor) -> float | torch.Tensor:
+    """Return a number, or one for each channel, as it broadcasts to ``latent``."""
+    if isinstance(values, (int, float)):
+        return values
+    return latent.new_tensor(values).view(-1, *[1] * (latent.ndim - 2))
 
 
 class GenericModel(comfy.model_base.BaseModel):
@@ -67,36 +95,14 @@ def model_config(info: dict):
     """Return ComfyUI's description of a model, from Loaded.info of a fallback family."""
     scheduler = info["pipeline"].get("scheduler", {})
     vae = info["pipeline"].get("vae", {})
+    latent_format = partial(VaeScaling, info["latent_channels"], info["latent_dimensions"], vae)
     settings = {"shift": scheduler.get("shift", 1.0)}
     if info["schedule"]:
         settings = discrete_settings(**info["schedule"])
     members = {
-        "latent_format": staticmethod(lambda: _latent_format(info, vae)),
+        "latent_format": staticmethod(latent_format),
         "sampling_settings": settings,
         "kind": MODEL_TYPES[info["prediction"]],
     }
     config = type("Generic", (GenericConfig,), members)
     return config({"disable_unet_model_creation": True, "accepted": info["conditioning"]})
-
-
-def _latent_format(info: dict, vae: dict):
-    """Return the scaling of the VAE's latents: scale and shift, or mean and deviation of each channel."""
-    shape = (1, info["latent_channels"], *[1] * info["latent_dimensions"])
-
-    def channels(name, neutral):
-        return torch.tensor(vae[name]).view(shape) if vae.get(name) else neutral
-
-    scale = vae.get("scaling_factor") or 1.0
-    shift = vae.get("shift_factor") or 0.0
-    mean = channels("latents_mean", shift)
-    deviation = channels("latents_std", 1.0)
-    format = comfy.latent_formats.LatentFormat()
-    format.latent_channels = info["latent_channels"]
-    format.latent_dimensions = info["latent_dimensions"]
-    format.process_in = lambda latent: (latent - _like(mean, latent)) * scale / _like(deviation, latent)
-    format.process_out = lambda latent: latent * _like(deviation, latent) / scale + _like(mean, latent)
-    return format
-
-
-def _like(value, latent):
-    return value.to(latent) if isinstance(value, torch.Tensor) else value

@@ -2,10 +2,9 @@
 
 import comfy.latent_formats
 import comfy.model_base
-import torch
 
 from ...demo import shapes
-from .generic import GenericConfig
+from .generic import GenericConfig, VaeScaling
 
 #: Of each channel of the latents of Qwen-Image 2.1's VAE.
 # fmt: off
@@ -40,21 +39,13 @@ class SanaLatent(comfy.latent_formats.LatentFormat):
     spacial_downscale_ratio = 32
 
 
-class QwenImage21Latent(comfy.latent_formats.LatentFormat):
+class QwenImage21Latent(VaeScaling):
     """The scaling of Qwen-Image 2.1's own VAE, 1/16 of the image's size: a mean and deviation a channel."""
 
-    latent_channels = 64
     spacial_downscale_ratio = 16
 
-    def process_in(self, latent):
-        return (latent - _channels(MEAN, latent)) / _channels(DEVIATION, latent)
-
-    def process_out(self, latent):
-        return latent * _channels(DEVIATION, latent) + _channels(MEAN, latent)
-
-
-def _channels(values: tuple[float, ...], latent: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values).view(1, -1, *[1] * (latent.ndim - 2)).to(latent)
+    def __init__(self):
+        super().__init__(len(MEAN), 2, {"latents_mean": MEAN, "latents_std": DEVIATION})
 
 
 class Shapes(comfy.latent_formats.Flux):

@@ -17,14 +17,6 @@ from ...backend.protocol import Loaded, RefusedError
 from ...backend.runtime.callbacks import nothing
 from . import generic
 from . import payloads as arguments
-from .class_names import (
-    cogvideox_class,
-    flux_class,
-    hunyuan_video15_class,
-    hunyuan_video_class,
-    pixart_class,
-    wan_class,
-)
 from .own_models import LATENT_FORMATS, Flux3, QwenImage21, Sana
 
 
@@ -77,13 +69,49 @@ def _in_channels(config: dict) -> dict:
     return {"in_channels": config["in_channels"]}
 
 
+def _flux(config: dict) -> str:
+    if not config["guidance_embeds"]:
+        return "FluxSchnell"
+    return "FluxInpaint" if config["in_channels"] == 4 * 96 else "Flux"  # Fill: an image and a mask
+
+
+def _wan(config: dict) -> str:
+    if config.get("camera_channels"):
+        return "WAN21_Camera" if config.get("image_dim") else "WAN22_Camera"
+    if config["out_channels"] == 48:
+        return "WAN22_T2V"
+    if not config.get("image_dim"):
+        return "WAN21_T2V"
+    return {36: "WAN21_I2V", 48: "WAN21_FunControl2V"}.get(config["in_channels"], "WAN21_T2V")
+
+
+def _hunyuan_video(config: dict) -> str:
+    return {33: "HunyuanVideoI2V", 32: "HunyuanVideoSkyreelsI2V"}.get(config["in_channels"], "HunyuanVideo")
+
+
+def _hunyuan_video15(config: dict) -> str:
+    return "HunyuanVideo15_SR_Distilled" if config["in_channels"] == 98 else "HunyuanVideo15"
+
+
+def _cogvideox(config: dict) -> str:
+    if config["in_channels"] == config["out_channels"]:
+        return "CogVideoX_T2V"
+    return "CogVideoX_Inpaint" if config["in_channels"] == 48 else "CogVideoX_I2V"
+
+
+def _pixart(config: dict) -> str:
+    """Alpha's class has also the one of 512 pixels, which is not told the size. Its folder does not say
+    whether it is told, as Sigma's do."""
+    return "PixArtSigma" if config["use_additional_conditions"] is False else "PixArtAlpha"
+
+
 #: Keys of a CONDITIONING that hold reference images of edit models.
 REFERENCES = ("reference_latents",)
 
 
 FAMILIES = {
     "flux": ComfyFamily(
-        comfy_class=flux_class,
+        comfy_class=_flux,
         needs=("pooled_output",),
         zeros={"y": "pooled_projection_dim"},
         accepts=REFERENCES,
@@ -91,24 +119,24 @@ FAMILIES = {
     ),
     "chroma": ComfyFamily("Chroma", linear_shift=True),
     "sd3": ComfyFamily("SD3", needs=("pooled_output",)),
-    "pixart": ComfyFamily(pixart_class),
+    "pixart": ComfyFamily(_pixart),
     "hunyuan-dit": ComfyFamily(
         lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT",
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
     ),
-    "hunyuan-video": ComfyFamily(hunyuan_video_class, needs=("pooled_output",)),
+    "hunyuan-video": ComfyFamily(_hunyuan_video, needs=("pooled_output",)),
     "hunyuan-video-1.5": ComfyFamily(
-        hunyuan_video15_class,
+        _hunyuan_video15,
         needs=("pooled_output",),
         shapes=("img_in.proj.weight",),
         translate=arguments.hunyuan_video15,
     ),
     "hunyuan-image-2.1": ComfyFamily("HunyuanImage21"),
-    "wan": ComfyFamily(wan_class, accepts=REFERENCES, shapes=("patch_embedding.weight",)),
+    "wan": ComfyFamily(_wan, accepts=REFERENCES, shapes=("patch_embedding.weight",)),
     "wan-vace": ComfyFamily("WAN21_Vace", translate=arguments.wan_vace, shapes=("patch_embedding.weight",)),
     "wan-animate": ComfyFamily("WAN22_Animate", shapes=("patch_embedding.weight",)),
     "cogvideox": ComfyFamily(
-        cogvideox_class,
+        _cogvideox,
         reads=lambda config: {
             "in_channels": config["in_channels"],
             "ofs_proj_dim": config.get("ofs_embed_dim"),
@@ -189,7 +217,7 @@ def _supported_model(name: str) -> Callable[[dict], Any]:
 def family_named(loaded: Loaded) -> ComfyFamily:
     """Return a loaded transformer's entry, or a generic one; RefusedError for another version's family."""
     if loaded.info.get("generic"):
-        return ComfyFamily(comfy_class=lambda config: "")
+        return ComfyFamily(comfy_class="")
     if loaded.family not in FAMILIES:
         raise RefusedError(
             f"the transformer's family is {loaded.family}, which these nodes do not know; they know "
