@@ -2,21 +2,79 @@
 the prompt read through cross-attention."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from diffusers.models.normalization import AdaLayerNormSingle
+from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 
 from .blocks import APART, Blocks
 from .common import guide_weights
+from .common.call_state import OwnTokens
 from .common.header_config import transformer_config
 from .common.ltx2_blocks import Attention
-from .common.ltx_video_blocks import VideoBlock, VideoEmbedder
 from .common.request_arguments import once
-from .common.token_levels import TokenLevels, distinct, levels_of, share_levels
+from .common.token_levels import added_part, distinct, levels_of, share_levels
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
 #: Pixels of the video per latent pixel (time, height, width), in which the rotary positions count.
 PIXELS = (8, 32, 32)
+
+
+#: Parts of a block's modulation that are scales.
+SCALES = (1, 4)
+
+
+class VideoEmbedder(AdaLayerNormSingle):
+    """Embed a timestep of each sample (B,), or, where the call has level_of_token, of each level (levels,).
+
+    Of levels, blocks are given the number of each token's, (B x tokens, 1), in the place of modulation;
+    ``levels`` has that (share_levels).
+    """
+
+    levels: Any
+
+    def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
+        levels = self.levels
+        if levels.level_of_token is None:
+            return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
+        found: Any = super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
+        modulation, levels.embedding = found
+        levels.modulation = modulation.unflatten(1, (6, -1))
+        return levels.level_of_token.view(-1, 1), levels.embedding[:1].expand(batch_size, -1)
+
+
+class VideoBlock(LTXVideoTransformerBlock):
+    """A block of LTX-Video. temb: modulation (B, 1, 6 x D), or the numbers of tokens' levels (B, tokens, 1),
+    whose modulation ``levels`` has (share_levels). Compiled, it makes all parts of all its tokens at once,
+    for diffusers' form."""
+
+    levels: Any
+
+    def forward(
+        self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, encoder_attention_mask=None
+    ):
+        if temb.is_floating_point():
+            return super().forward(
+                hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
+            )
+        level_of_token = temb[..., 0]
+        modulation = self.levels.modulation
+        if torch.compiler.is_compiling():
+            of_all = modulation.flatten(1)[level_of_token]
+            return super().forward(
+                hidden_states, encoder_hidden_states, of_all, image_rotary_emb, encoder_attention_mask
+            )
+
+        part = added_part(self.scale_shift_table, modulation, level_of_token, SCALES)
+        x = self.norm1(hidden_states) * part(1) + part(0)
+        hidden_states = hidden_states + self.attn1(x, image_rotary_emb=image_rotary_emb) * part(2)
+        hidden_states = hidden_states + self.attn2(
+            hidden_states, encoder_hidden_states, attention_mask=encoder_attention_mask
+        )
+        x = self.norm2(hidden_states) * part(4) + part(3)
+        return hidden_states + self.ff(x) * part(5)
 
 
 def guides(cond):
@@ -219,7 +277,7 @@ FAMILY = Family(
     io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
     blocks=Blocks(
         output_layer="proj_out",
-        adapter=TokenLevels(),
+        adapter=OwnTokens(),
         lists={"transformer_blocks": APART},
         per_token={"image_rotary_emb": ("image", 1), "temb": ("image", 1)},
         attention=("image", "cross"),

@@ -4,8 +4,8 @@ each on a noise schedule of its own."""
 import torch
 
 from .blocks import JOINED, Blocks
+from .common.call_state import OwnTokens
 from .common.minimax_h3_model import end_with_own_tokens
-from .common.own_tokens import OwnTokens
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested

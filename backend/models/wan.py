@@ -12,9 +12,10 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common import references, wan_inputs
+from .common.call_state import OwnTokens
 from .common.header_config import transformer_config
 from .common.request_arguments import once
-from .common.token_levels import TokenLevels, levels_of_frames, share_levels
+from .common.token_levels import levels_of_frames, share_levels
 from .common.wan_blocks import SelfAttention, WanBlock, WanEmbedder
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of, under
@@ -269,7 +270,7 @@ NO_REFERENCE = {
 FRAME_TIMESTEPS = {
     "noise.clean_inpaint": True,
     "blocks.per_token": {"rotary_emb": ("image", 1), "temb": ("image", 1, 4)},
-    "blocks.adapter": TokenLevels(),
+    "blocks.adapter": OwnTokens(),
 }
 
 

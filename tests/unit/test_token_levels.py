@@ -30,7 +30,7 @@ from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint, recognise
 from backend.models.common.hunyuan_first_frame import SingleBlock
 from backend.models.common.ltx2_blocks import LTX2Block
-from backend.models.common.ltx_video_blocks import VideoBlock
+from backend.models.ltxv import VideoBlock
 
 #: Variant -> diffusers' class.
 CLASSES = {"wan22-ti2v": diffusers.WanTransformer3DModel, "ltxv-i2v": diffusers.LTXVideoTransformer3DModel}
@@ -82,7 +82,7 @@ def test_a_mask_gives_what_a_timestep_for_each_token_does(name, sigma, soft, tmp
         }
         want = plain(**arguments | {"timestep": timestep}, return_dict=False)[0]
         assert_ulps(found, want, 4 * checkpoint.block_count)
-        assert checkpoint.transformer.levels.modulation is None
+        assert checkpoint.transformer.call.modulation is None
 
 
 def checkpoint_of(name: str):

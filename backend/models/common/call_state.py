@@ -1,10 +1,12 @@
-"""What the hooks of a transformer keep of one call."""
+"""What the hooks of a transformer keep of one call, and which tokens the layers after its blocks get."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
+
+from ..blocks import BlockAdapter
 
 
 def call_state(transformer: nn.Module, taken: Mapping[str, Any] = {}, **between: Any) -> SimpleNamespace:
@@ -25,3 +27,11 @@ def call_state(transformer: nn.Module, taken: Mapping[str, Any] = {}, **between:
         transformer.register_forward_pre_hook(take, with_kwargs=True)
     transformer.register_forward_hook(release, always_call=True)
     return call
+
+
+class OwnTokens(BlockAdapter):
+    """Note in ``transformer.call.own`` which tokens of the image stream the layers after the blocks are given
+    on this rank. Where nobody notes it, they are given all, slice(None)."""
+
+    def leave(self, transformer, tokens):
+        cast(Any, transformer).call.own = tokens.local.image.indices

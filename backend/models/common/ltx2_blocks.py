@@ -20,8 +20,8 @@ from ..blocks import BlockAdapter
 from ..family import Nested
 from . import guide_weights
 from .call_state import call_state
-from .nested_output import join_latents
 from .request_arguments import once
+from .shape_only import join_latents
 from .token_levels import distinct, levels_of
 
 #: Audio: channels and frequencies of a latent, one moment of which is a token.

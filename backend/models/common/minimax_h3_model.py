@@ -4,10 +4,22 @@ from typing import Any
 
 from diffusers.models.modeling_utils import get_parameter_dtype
 from diffusers.models.transformers import transformer_minimax_h3 as theirs
+from torch import nn
 
-from .nested_output import NestedOutput
-from .own_tokens import share_own
-from .shape_only import has_values, shape_only
+from .call_state import call_state
+from .shape_only import has_values, join_latents, shape_only
+
+
+class NestedOutput(nn.Module):
+    """What Blocks.output_layer names of such a model: after it the outputs of a rank's own tokens are filled
+    up to those of all latents, in one tensor. It has no weights."""
+
+    def __init__(self, order: tuple[int, ...]):
+        super().__init__()
+        self.order = order
+
+    def forward(self, latents):
+        return join_latents(latents, self.order)
 
 
 class Packed(theirs.MiniMaxH3Transformer3DModel):
@@ -76,5 +88,5 @@ def end_with_own_tokens(transformer, order):
     """Give the last layers the tokens of their latents alone. ``order``: as the latents follow each other in
     the sequence."""
     transformer.__class__ = Packed
-    share_own(transformer)
+    transformer.call = call_state(transformer, own=slice(None))
     transformer.outputs = NestedOutput(order)

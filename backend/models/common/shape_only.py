@@ -1,7 +1,10 @@
 """Tokens of which a model's forward needs the shape alone: what embedders of the latent return on stages
 after the first (Cache.image_modules), zeros of which one is in memory."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -22,3 +25,13 @@ def join(pieces: list[Tensor]) -> Tensor:
     if all(map(has_values, pieces)):
         return torch.cat(pieces, dim=1)
     return shape_only(pieces[0], sum(piece.shape[1] for piece in pieces))
+
+
+def join_latents(latents: Sequence[Tensor], order: tuple[int, ...]) -> Tensor:
+    """Join the tokens (B, n, F) of each latent into one tensor as NestedGrid.join does: in ``order``, the
+    narrower of them ending in zeros. A shape alone where one of them is that."""
+    widest = max(latents, key=lambda latent: latent.shape[2])
+    if not all(map(has_values, latents)):
+        return shape_only(widest, sum(latent.shape[1] for latent in latents))
+    width = widest.shape[2]
+    return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in order], dim=1)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks import BlockAdapter
 from .call_state import call_state
 
 
@@ -19,13 +18,14 @@ def share_levels(transformer: Any, modules: Iterable[nn.Module]):
     """Let the transformer's forward take ``level_of_token`` (B, tokens), and apply the last modulation to the
     tokens that arrive there; diffusers makes it for the whole sequence, before the blocks.
 
-    The transformer and ``modules``, the embedder of the timestep and blocks, have ``levels``, which keeps of
-    a call: modulation (levels, parts, D) of the blocks and embedding (levels, D) for the last norm, which the
-    embedder puts there, and own, which tokens arrive at that norm.
+    The transformer's ``call`` is the ``levels`` of ``modules``, the embedder of the timestep and blocks. It
+    keeps of a call: modulation (levels, parts, D) of the blocks and embedding (levels, D) for the last norm,
+    which the embedder puts there, and own, which tokens arrive at that norm (OwnTokens).
     """
     between: dict[str, Any] = dict(modulation=None, embedding=None, own=slice(None), normed=None)
     levels = call_state(transformer, {"level_of_token": None}, **between)
-    for module in (transformer, *modules):
+    transformer.call = levels
+    for module in modules:
         vars(module)["levels"] = levels
 
     def keep(norm, args, normed):
@@ -105,11 +105,3 @@ def levels_of_frames(frames: Tensor, tokens: int) -> Tensor:
     for each frame of so many ``tokens``."""
     numbers = torch.arange(frames.numel(), device=frames.device).view(frames.shape)
     return numbers.repeat_interleave(tokens, dim=1)
-
-
-class TokenLevels(BlockAdapter):
-    """The last modulation is that of the tokens of a forward (share_levels)."""
-
-    def leave(self, transformer, tokens):
-        levels: Any = transformer.levels
-        levels.own = tokens.local.image.indices
