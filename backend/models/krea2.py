@@ -170,11 +170,7 @@ class Krea2Block(theirs.Krea2TransformerBlock):
         if torch.compiler.is_compiling() and not has_both:
             return super().forward(hidden_states, temb, tables, attention_mask)
         modulation = self._modulation(temb).to(hidden_states.dtype)
-
-        def of_samples(index):
-            return modulation[:, index, None]
-
-        part = references.of_tokens(modulation, of_references) if has_both else of_samples
+        part = references.of_tokens(modulation, of_references if has_both else None)
         x = torch.addcmul(part(1), self.norm1.plain(hidden_states), part(0))
         x = self.attn(x, attention_mask=attention_mask, image_rotary_emb=tables)
         hidden_states = torch.addcmul(hidden_states, x, part(2))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...runtime.opaque_ops import Meanwhile
 from . import references, token_mixing
-from .fewer_passes import adapted, gated, normed, rms_scaled
+from .fewer_passes import adapted, gated, modulated, rms_scaled
 
 #: Why blocks refuse what these forwards would not read.
 NO_MORE = "no family gives attention further arguments (joint_attention_kwargs)"
@@ -35,19 +35,19 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         if torch.compiler.is_compiling():
             streams = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
             return all_within_range(*streams)
+        text = encoder_hidden_states
         image, gate, *of_image = self.norm1(hidden_states, emb=temb)
-        if not token_mixing.has_text():
+        if token_mixing.has_text():
+            change, text_gate, *of_text = self.norm1_context(text, emb=temb)
+            image, change = self.attn(
+                hidden_states=image, encoder_hidden_states=change, image_rotary_emb=image_rotary_emb
+            )
+            text = gated(text, change, text_gate[:, None])
+            text = within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text))
+        else:
             image = self.attended(image, image_rotary_emb)
-            image = _mlp(gated(hidden_states, image, gate[:, None]), self.norm2, self.ff, *of_image)
-            return encoder_hidden_states, within_range(image)
-        text, text_gate, *of_text = self.norm1_context(encoder_hidden_states, emb=temb)
-        image, text = self.attn(
-            hidden_states=image, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb
-        )
-        image = gated(hidden_states, image, gate[:, None])
-        text = gated(encoder_hidden_states, text, text_gate[:, None])
-        image = _mlp(image, self.norm2, self.ff, *of_image)
-        return all_within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text), image)
+        image = _mlp(gated(hidden_states, image, gate[:, None]), self.norm2, self.ff, *of_image)
+        return text, within_range(image)
 
     def attended(self, x, tables):
         """Return the attention's output for image tokens alone, of which x is the input."""
@@ -98,7 +98,7 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         temb,
         image_rotary_emb=None,
         joint_attention_kwargs=None,
-        modulate_index=None,
+        modulate_index: Any = None,
     ):
         assert not joint_attention_kwargs, NO_MORE
         self.zero_cond_t = modulate_index is not None  # whether temb has both, which the call decides
@@ -106,50 +106,29 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
             streams = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
             given = temb, image_rotary_emb, None, modulate_index
             return all_within_range(*super().forward(*streams, *given))
-        if modulate_index is not None:
-            return self.at_two_timesteps(
-                *(hidden_states, encoder_hidden_states, encoder_hidden_states_mask),
-                *(temb, image_rotary_emb, modulate_index[0] != 0),
-            )
-        shift, scale, gate, *of_image = self.img_mod(temb).chunk(6, dim=-1)
-        if not token_mixing.has_text():
-            image = self.attended(adapted(self.img_norm1, hidden_states, shift, scale), image_rotary_emb)
-            image = _mlp(gated(hidden_states, image, gate[:, None]), self.img_norm2, self.img_mlp, *of_image)
-            return encoder_hidden_states, within_range(image)
-        text_shift, text_scale, text_gate, *of_text = self.txt_mod(temb).chunk(6, dim=-1)
-        image, text = self.attn(
-            hidden_states=adapted(self.img_norm1, hidden_states, shift, scale),
-            encoder_hidden_states=adapted(self.txt_norm1, encoder_hidden_states, text_shift, text_scale),
-            encoder_hidden_states_mask=encoder_hidden_states_mask,
-            image_rotary_emb=image_rotary_emb,
-        )
-        image = gated(hidden_states, image, gate[:, None])
-        text = gated(encoder_hidden_states, text, text_gate[:, None])
-        image = _mlp(image, self.img_norm2, self.img_mlp, *of_image)
-        text = _mlp(text, self.txt_norm2, self.txt_mlp, *of_text)
-        return all_within_range(text, image)
-
-    def at_two_timesteps(self, image, text, text_mask, temb, tables, of_references):
-        """Return what ``forward`` does, of a timestep for the tokens (image tokens,) that are not of
-        references, and for text, and timestep 0 for the others."""
         modulation = self.img_mod(temb).unflatten(-1, (6, -1))
+        of_references = None
+        if modulate_index is not None:
+            of_references = modulate_index[0] != 0
+            temb = temb.chunk(2)[0]
         part = references.of_tokens(modulation, of_references)
-        scale_part = references.of_tokens(1 + modulation, of_references)  # not in place: it may be cached
-        change = torch.addcmul(part(0), normed(self.img_norm1, image), scale_part(1))
-        if not token_mixing.has_text():
-            change = self.attended(change, tables)
-        else:
-            shift, scale, gate, *of_text = self.txt_mod(temb.chunk(2)[0]).chunk(6, dim=-1)
+        scale = references.of_tokens(1 + modulation, of_references)  # not in place: it may be cached
+        text = encoder_hidden_states
+        change = modulated(self.img_norm1, hidden_states, scale(1), part(0))
+        if token_mixing.has_text():
+            text_shift, text_scale, text_gate, *of_text = self.txt_mod(temb).chunk(6, dim=-1)
             change, text_change = self.attn(
                 hidden_states=change,
-                encoder_hidden_states=adapted(self.txt_norm1, text, shift, scale),
-                encoder_hidden_states_mask=text_mask,
-                image_rotary_emb=tables,
+                encoder_hidden_states=adapted(self.txt_norm1, text, text_shift, text_scale),
+                encoder_hidden_states_mask=encoder_hidden_states_mask,
+                image_rotary_emb=image_rotary_emb,
             )
-            text = gated(text, text_change, gate[:, None])
+            text = gated(text, text_change, text_gate[:, None])
             text = within_range(_mlp(text, self.txt_norm2, self.txt_mlp, *of_text))
-        image = gated(image, change, part(2))
-        change = self.img_mlp(torch.addcmul(part(3), normed(self.img_norm2, image), scale_part(4)))
+        else:
+            change = self.attended(change, image_rotary_emb)
+        image = gated(hidden_states, change, part(2))
+        change = self.img_mlp(modulated(self.img_norm2, image, scale(4), part(3)))
         return text, within_range(gated(image, change, part(5)))
 
     def attended(self, x, tables):

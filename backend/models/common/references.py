@@ -135,13 +135,15 @@ def all_positions(
     return torch.cat([positions(one, corner, device, centred) for one, corner in pairs])
 
 
-def of_tokens(modulation: Tensor, of_references: Tensor) -> Callable[[int], Tensor]:
+def of_tokens(modulation: Tensor, of_references: Tensor | None) -> Callable[[int], Tensor]:
     """Return a function that makes one part of a modulation (2B, parts, F) for each token, (B, tokens, F): of
     its second half, which is that of timestep 0, where ``of_references`` (tokens) is set. All parts at once
-    would be as large as all else that a block holds."""
-    own, zero = modulation.chunk(2)
+    would be as large as all else that a block holds. Without it: one of (B, parts, F), (B, 1, F)."""
 
     def part(index: int) -> Tensor:
+        if of_references is None:
+            return modulation[:, index, None]
+        own, zero = modulation.chunk(2)
         return torch.where(of_references[:, None], zero[:, index, None], own[:, index, None])
 
     return part

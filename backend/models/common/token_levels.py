@@ -49,11 +49,13 @@ def share_levels(transformer: Any, modules: Iterable[nn.Module]):
     transformer.proj_out.register_forward_pre_hook(modulate)
 
 
-def part_of_tokens(modulation: Tensor, level_of_token: Tensor) -> Callable[[int], Tensor]:
+def part_of_tokens(modulation: Tensor, level_of_token: Tensor | None) -> Callable[[int], Tensor]:
     """Return a function that makes one part of a modulation (levels, parts, D) for each token, (B, tokens,
-    D). level_of_token: (B, tokens)."""
+    D). level_of_token: (B, tokens); without it there is a level a sample, and a part is (B, 1, D)."""
 
     def part(index: int) -> Tensor:
+        if level_of_token is None:
+            return modulation[:, index, None]
         return modulation[:, index][level_of_token]
 
     return part

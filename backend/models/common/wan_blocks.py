@@ -83,11 +83,7 @@ def _run(
     modulation = block.scale_shift_table + temb.float()
     modulation[:, 1::3] += 1  # scales
     modulation = modulation.to(x.dtype)
-
-    def of_samples(index: int) -> Tensor:
-        return modulation[:, index, None]
-
-    part = of_samples if level_of_token is None else part_of_tokens(modulation, level_of_token)
+    part = part_of_tokens(modulation, level_of_token)
     attended = block.attn1(modulated(block.norm1, x, part(1), part(0)), None, None, rotary_emb)
     x = gated(x, attended, part(2))
     x = x + block.attn2(normed(block.norm2, x), text, None, None)
