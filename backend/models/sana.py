@@ -5,6 +5,8 @@ Linear attention is a sum over tokens, so what ranks send does not grow with the
 have this model: its files are diffusers folders, or the transformer's file out of one.
 """
 
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch.nn.functional as F
@@ -51,28 +53,17 @@ class MixedMLP(GLUMBConv):
         return out[:, :, front + before : front + before + n, None]
 
 
+#: What a block takes, in order.
+ARGUMENTS = tuple(signature(SanaTransformerBlock.forward).parameters)[1:]
+
+
 class SanaBlock(SanaTransformerBlock):
     """SANA's block for any number of tokens."""
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        encoder_hidden_states=None,
-        encoder_attention_mask=None,
-        timestep=None,
-        height=None,
-        width=None,
-    ):
-        return super().forward(
-            hidden_states,
-            attention_mask,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            timestep,
-            hidden_states.shape[1],
-            1,
-        )
+    @wraps(SanaTransformerBlock.forward)
+    def forward(self, *args, **call):
+        call |= zip(ARGUMENTS, args)
+        return super().forward(**call | {"height": call["hidden_states"].shape[1], "width": 1})
 
 
 def patch_module(transformer, config):

@@ -2,10 +2,10 @@
 own: diffusers' image_condition_type "token_replace". The weights are text to video's, and only the request
 shows which it is, so blocks and embeddings take both ways."""
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.embeddings import CombinedTimestepTextProjEmbeddings
 from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 
@@ -13,24 +13,22 @@ from ..blocks import BlockAdapter
 from .adaptive_norms import AdaLayerNormContinuous, AdaLayerNormZero
 
 
-def _two_ways(norm, linear):
-    """Return what diffusers' norms for replaced tokens use of themselves: the layer for the request's
-    timestep, then the same for the first frame's."""
-    calls = iter((linear, getattr(linear, "second", linear)))
-
-    def next_linear(embedding):
-        return next(calls)(embedding)
-
-    return cast(Any, SimpleNamespace(silu=torch.nn.functional.silu, norm=norm, linear=next_linear))
+def _parts(linear, embedding, first_embedding, count):
+    """Return the parts (B, D) of the modulation by the request's timestep, and by the first frame's."""
+    first = getattr(linear, "second", linear)  # where the layer is cached
+    embeddings = (linear(F.silu(embedding)), first(F.silu(first_embedding)))
+    return [each.chunk(count, dim=1) for each in embeddings]
 
 
 class Norm(AdaLayerNormZero):
     def forward(self, x, emb: Any = None, replaced=None, count=0):
         if replaced is None:
             return super().forward(x, emb=emb)
-        return hunyuan.HunyuanVideoTokenReplaceAdaLayerNormZero.forward(
-            _two_ways(self.norm, self.linear), x, emb, replaced, count
-        )
+        usual, first = _parts(self.linear, emb, replaced, 6)
+        normed = self.norm(x)
+        pieces = ((normed[:, :count], first), (normed[:, count:], usual))
+        x = torch.cat([x * (1 + part[1][:, None]) + part[0][:, None] for x, part in pieces], dim=1)
+        return x, *usual[2:], *first[2:]
 
 
 class FirstFrameBlock(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
@@ -74,8 +72,6 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
             )
         tokens = hidden_states.shape[1]
         texts = encoder_hidden_states.shape[1]
-        linear = self.norm.linear
-        silu = torch.nn.functional.silu
         if not isinstance(frame_tokens, tuple):
             frame_tokens = min(frame_tokens, texts), max(0, frame_tokens - texts)
         text, image = frame_tokens
@@ -83,12 +79,11 @@ class SingleBlock(hunyuan.HunyuanVideoSingleTransformerBlock):
         replaced = torch.cat(
             [torch.arange(tokens, device=device) < image, torch.arange(texts, device=device) < text]
         )[None, :, None]
-        usual = linear(silu(temb))[:, None].chunk(3, dim=2)
-        first_frame = getattr(linear, "second", linear)(silu(token_replace_emb))[:, None].chunk(3, dim=2)
+        usual, first = _parts(self.norm.linear, temb, token_replace_emb, 3)
 
         def part(index: int) -> torch.Tensor:
             # shift, scale, gate, each where it is used: all three are as large as queries, keys and values
-            return torch.where(replaced, first_frame[index], usual[index])
+            return torch.where(replaced, first[index][:, None], usual[index][:, None])
 
         joined = torch.cat([hidden_states, encoder_hidden_states], dim=1)
         x = self.norm.norm(joined) * (1 + part(1)) + part(0)
