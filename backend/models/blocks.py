@@ -3,7 +3,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,14 +15,6 @@ from .patterns import first_match
 APART = "apart"
 JOINED = "joined"
 IMAGE_ONLY = "image only"
-
-
-def _heads(config) -> int:
-    return config["num_attention_heads"]
-
-
-def _head_size(config) -> int:
-    return config["attention_head_dim"]
 
 
 class BlockAdapter:
@@ -69,9 +62,8 @@ class BlockAdapter:
 
     def unchanged(self, blocks: "Blocks", call: Mapping[str, Any]):
         """Return what a block returns that changes nothing."""
-        arguments = {"image": blocks.image, "text": blocks.text}
-        out = [call[cast(str, arguments[name])] for name in blocks.returns]
-        return tuple(out) if len(out) > 1 else out[0]
+        streams = {"image": call[blocks.image], "text": call.get(blocks.text or "")}
+        return self.result(blocks, call, streams, None)
 
     def between_lists(self, image: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the image stream as the model gets it between lists of different kinds; ``whole`` fills it
@@ -132,9 +124,9 @@ class Blocks:
     #: the layers.
     values: tuple[tuple[str, ...], ...] = ()
     #: Config -> attention heads.
-    heads: Callable[[Mapping], int] = _heads
+    heads: Callable[[Mapping], int] = itemgetter("num_attention_heads")
     #: Config -> features of a head.
-    head_size: Callable[[Mapping], int] = _head_size
+    head_size: Callable[[Mapping], int] = itemgetter("attention_head_dim")
     #: Config -> features of a token between blocks; None for those of all heads.
     width: Callable[[Mapping], int] | None = None
     #: Layers that run once for each control input (Conditioning.controls). The states of these travel next to

@@ -12,6 +12,7 @@ from .common.call_state import call_state
 from .common.double_stream import config_of
 from .common.tensor_plans import COMMON, PARALLEL_MLP
 from .common.timestep_precision import keep_timestep
+from .config_values import constant, entries
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import NORM_SPELLINGS, Layout, blocks_of, rope_axes
 
@@ -86,16 +87,14 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="chroma",
     transformer="ChromaTransformer2DModel",
-    latent=Latent(
-        channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2), frames=False
-    ),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output, prepare=prepare),
+    latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=constant(1, 2, 2), frames=False),
+    io=ModelIO(forward_args, takes_tokens=True, prepare=prepare),
     blocks=replace(
         flux.FAMILY.blocks, lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED}
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "y"),
-        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        widths=entries(c_crossattn="joint_attention_dim"),
         ignored=("y",),
     ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),

@@ -7,6 +7,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from .blocks import APART, Blocks
 from .common import references
 from .common.request_arguments import once
+from .config_values import constant, entries
 from .discrete_schedule import DiscreteSchedule
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
@@ -178,7 +179,7 @@ FAMILY = Family(
     name="cogvideox",
     transformer="CogVideoXTransformer3DModel",
     latent=Latent(
-        channels=lambda config: config["out_channels"], frames=True, pixels=lambda config: (TEMPORAL, 8, 8)
+        channels=lambda config: config["out_channels"], frames=True, pixels=constant(TEMPORAL, 8, 8)
     ),
     noise=Noise(prediction="v-ddpm", schedule=lambda config: SCHEDULE),
     io=ModelIO(
@@ -195,7 +196,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_concat", "ofs"),
-        widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
+        widths=entries(c_crossattn="text_embed_dim"),
         refusal=refusal,
     ),
     cache=Cache(modulation=("norm1.linear", "norm2.linear"), image_modules=("patch_embed",)),

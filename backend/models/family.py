@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..runtime.callbacks import nothing
 from .blocks import Blocks
 from .common.tensor_plans import COMMON
+from .config_values import Config, constant, no_entries
 from .discrete_schedule import DiscreteSchedule
-from .key_layout import Layout, no_entries
+from .key_layout import Layout
 from .latent_tokens import NestedGrid, PartialGrid, TokenGrid
 from .patterns import matches
 
@@ -18,7 +21,6 @@ Grid = TokenGrid | NestedGrid
 #: The argument of distilled models (MeanFlow) that are told at which noise level a step ends (1,). A request
 #: knows it; a client that calls the model by itself sends it.
 STEP_END = "step_end"
-Config = Mapping[str, Any]
 Arguments = dict[str, Tensor]
 #: Half precisions that a family bears, preferred first (Build.dtypes).
 BF16_OR_FP16 = (torch.bfloat16, torch.float16)
@@ -41,21 +43,9 @@ class Nested:
     rescale: Callable[[Tensor], list[tuple[Tensor, Tensor, Tensor]]] | None = None
 
 
-def _nothing(*given: object) -> None:
-    return None
-
-
 def count_none(*given: object) -> int:
     """Return 0, whatever is asked about."""
     return 0
-
-
-def _channels(config) -> int:
-    return config["in_channels"]
-
-
-def _image_pixels(config) -> tuple[int, int, int]:
-    return 1, 8, 8
 
 
 def patch_of(config: Config) -> tuple[int, int, int]:
@@ -79,12 +69,12 @@ class Latent:
     given, (cells,), or None. It is asked before the arguments are checked.
     """
 
-    channels: Callable[[Config], int] = _channels
+    channels: Callable[[Config], int] = itemgetter("in_channels")
     patch: Callable[[Config], tuple[int, int, int]] = patch_of
     frames: bool | None = None
-    pixels: Callable[[Config], tuple[int, int, int]] = _image_pixels
+    pixels: Callable[[Config], tuple[int, int, int]] = constant(1, 8, 8)
     nested: Nested | None = None
-    left_out: Callable[[TokenGrid, Arguments], Tensor | None] = _nothing
+    left_out: Callable[[TokenGrid, Arguments], Tensor | None] = nothing
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -138,7 +128,10 @@ class Noise:
 
 
 def _latent_tokens(output, grid) -> Tensor:
-    """Return the tokens of an output in the latent's shape, without further channels, such as a variance."""
+    """Return the latent's tokens of an output: of tokens, which those of references follow, or in a latent's
+    shape, with further channels, such as a variance."""
+    if output.ndim == 3:
+        return output[:, : grid.tokens]
     return grid.padded.to_tokens(output[:, : grid.shape[0]])
 
 
@@ -208,7 +201,7 @@ class Conditioning:
     context_tokens: Callable[[Config, Any, Arguments], int] = count_none
     controls: Callable[[Arguments], int] = _one_control
     image_features: Callable[[Config, Arguments | None], int] = count_none
-    refusal: Callable[[Config, Any, Arguments], str | None] = _nothing
+    refusal: Callable[[Config, Any, Arguments], str | None] = nothing
 
     def cast(self, name: str, value: Tensor, device, dtype) -> Tensor:
         """Move the argument ``name`` to the transformer's device, and to its type if it is floating-point."""

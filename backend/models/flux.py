@@ -15,6 +15,7 @@ from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM, config_of
 from .common.request_arguments import distilled_guidance, once
 from .common.tensor_plans import TEXT_LAYERS
 from .common.timestep_precision import keep_timestep
+from .config_values import constant, entries
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, rope_axes, under
 
@@ -76,11 +77,6 @@ def refusal(config, grid, cond):
     return references.wrong_channels(config["in_channels"] // 4, grid, cond)
 
 
-def widths(config):
-    """Return the features of a prompt's tokens, and of the pooled prompt."""
-    return {"c_crossattn": config["joint_attention_dim"], "y": config["pooled_projection_dim"]}
-
-
 def config_from_shapes(shapes):
     found = config_of(shapes)
     return found | dict(
@@ -123,10 +119,10 @@ FAMILY = Family(
     transformer="FluxTransformer2DModel",
     latent=Latent(
         channels=lambda config: (config["out_channels"] or config["in_channels"]) // 4,
-        patch=lambda config: (1, 2, 2),
+        patch=constant(1, 2, 2),
         frames=False,
     ),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=Blocks(
         output_layer="proj_out",
         lists={"transformer_blocks": APART, "single_transformer_blocks": APART},
@@ -140,7 +136,7 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=("c_crossattn", "y", "guidance", "c_concat", "ref_latents", "ref_latents_method"),
         required=("c_crossattn", "y"),
-        widths=widths,
+        widths=entries(c_crossattn="joint_attention_dim", y="pooled_projection_dim"),
         context_tokens=references.token_count,
         refusal=refusal,
     ),

@@ -18,6 +18,7 @@ from .common.replaced_classes import replace_classes
 from .common.request_arguments import distilled_guidance, once
 from .common.tensor_plans import COMMON
 from .common.timestep_precision import keep_timestep
+from .config_values import constant, entries
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, under
 
@@ -246,8 +247,8 @@ class TextCountedBefore(BlockAdapter):
 FAMILY = Family(
     name="flux2",
     transformer="Flux2Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
+    latent=Latent(patch=constant(1, 1, 1), frames=False, pixels=constant(1, 16, 16)),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=replace(
         flux.FAMILY.blocks,
         lists={"transformer_blocks": APART, "single_transformer_blocks": JOINED},
@@ -255,7 +256,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "guidance", "ref_latents", "ref_latents_method", "y"),
-        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        widths=entries(c_crossattn="joint_attention_dim"),
         ignored=("y",),
         context_tokens=references.token_count,
         refusal=references.refusal,

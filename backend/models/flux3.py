@@ -6,6 +6,7 @@ import torch
 from .blocks import APART, IMAGE_ONLY, Blocks
 from .common import references
 from .common.tensor_plans import COMMON
+from .config_values import constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, under
 
@@ -121,8 +122,8 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
+    latent=Latent(patch=constant(1, 1, 1), frames=False, pixels=constant(1, 16, 16)),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=Blocks(
         output_layer="proj_out",
         lists={"mode_blocks.image": IMAGE_ONLY, "single_transformer_blocks": APART},
@@ -134,7 +135,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "ref_latents"),
-        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        widths=entries(c_crossattn="joint_attention_dim"),
         context_tokens=references.token_count,
         refusal=refusal,
     ),

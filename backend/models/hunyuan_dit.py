@@ -14,6 +14,7 @@ from diffusers.models.transformers.hunyuan_transformer_2d import HunyuanDiT2DMod
 from .blocks import APART, BlockAdapter, Blocks
 from .common.call_state import call_state
 from .common.request_arguments import once
+from .config_values import entries
 from .discrete_schedule import DiscreteSchedule
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
@@ -220,10 +221,7 @@ FAMILY = Family(
             "image_meta_size",
         ),
         required=("c_crossattn", "encoder_hidden_states_t5"),
-        widths=lambda config: {
-            "c_crossattn": config["cross_attention_dim"],
-            "encoder_hidden_states_t5": config["cross_attention_dim_t5"],
-        },
+        widths=entries(c_crossattn="cross_attention_dim", encoder_hidden_states_t5="cross_attention_dim_t5"),
         refusal=refusal,
     ),
     cache=Cache(

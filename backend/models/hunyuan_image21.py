@@ -13,6 +13,7 @@ from .common.double_stream import DOUBLE_APART, SINGLE_APART, SINGLE_STREAM
 from .common.request_arguments import distilled_guidance, once
 from .common.text_order import TextOrder
 from .common.timestep_precision import round_input
+from .config_values import constant, entries
 from .family import STEP_END, Build, Conditioning, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, under
 
@@ -168,17 +169,14 @@ FAMILY = hunyuan_video.FAMILY.changed(
         "name": "hunyuan-image-2.1",
         "transformer": "HunyuanImageTransformer2DModel",
         "latent.frames": False,
-        "latent.pixels": lambda config: (1, 32, 32),
+        "latent.pixels": constant(1, 32, 32),
         "noise": Noise(),
-        "io": ModelIO(arguments=forward_args, output=lambda output, grid: output),
+        "io": ModelIO(arguments=forward_args),
         "blocks.per_token": {"image_rotary_emb": ("image", 0)},
         "blocks.adapter": BlockAdapter(),
         "conditioning": Conditioning(
             accepted=ACCEPTED,
-            widths=lambda config: {
-                "c_crossattn": config["text_embed_dim"],
-                "txt_byt5": config["text_embed_2_dim"],
-            },
+            widths=entries(c_crossattn="text_embed_dim", txt_byt5="text_embed_2_dim"),
             ignored=("guidance",),
             count_text_tokens=count_text_tokens,
         ),

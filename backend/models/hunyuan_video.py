@@ -12,6 +12,7 @@ from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.hunyuan_first_frame import FirstFrame, patch_module, prepare
 from .common.request_arguments import distilled_guidance
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
+from .config_values import constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, rope_axes, under
 
@@ -144,9 +145,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"], frames=True, pixels=lambda config: (4, 8, 8)
-    ),
+    latent=Latent(channels=lambda config: config["out_channels"], frames=True, pixels=constant(4, 8, 8)),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(
@@ -164,7 +163,7 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=("c_crossattn", "y", "guidance", "attention_mask", "c_concat", "guiding_frame_index"),
         required=("c_crossattn", "y"),
-        widths=lambda config: {"c_crossattn": config["text_embed_dim"]},
+        widths=entries(c_crossattn="text_embed_dim"),
         refusal=refusal,
     ),
     cache=Cache(

@@ -15,6 +15,7 @@ from .common.request_arguments import once
 from .common.tensor_plans import COMMON
 from .common.text_order import TextOrder
 from .common.timestep_precision import round_input
+from .config_values import constant, entries
 from .family import FP16_OR_BF16, STEP_END, Build, Conditioning, ModelIO
 from .hunyuan_video import NAMES, SPELLINGS, all_tokens, video_config
 from .key_layout import IN_OUT, Layout, under
@@ -178,19 +179,17 @@ FAMILY = hunyuan_video.FAMILY.changed(
     {
         "name": "hunyuan-video-1.5",
         "transformer": "HunyuanVideo15Transformer3DModel",
-        "latent.pixels": lambda config: (4, 16, 16),
-        "io": ModelIO(arguments=forward_args, output=lambda output, grid: output),
+        "latent.pixels": constant(4, 16, 16),
+        "io": ModelIO(arguments=forward_args),
         "blocks.lists": {"transformer_blocks": APART},
         "blocks.per_token": {"freqs_cis": ("image", 0)},
         "blocks.text_mask": "attention_mask",
         "blocks.adapter": BlockAdapter(),
         "conditioning": Conditioning(
             accepted=ACCEPTED,
-            widths=lambda config: {
-                "c_crossattn": config["text_embed_dim"],
-                "txt_byt5": config["text_embed_2_dim"],
-                "clip_fea": config["image_embed_dim"],
-            },
+            widths=entries(
+                c_crossattn="text_embed_dim", txt_byt5="text_embed_2_dim", clip_fea="image_embed_dim"
+            ),
             ignored=("guidance", "y"),
             refusal=refusal,
         ),

@@ -11,6 +11,7 @@ from .blocks import JOINED, Blocks
 from .common.request_arguments import once
 from .common.shape_only import has_values, join
 from .common.timestep_precision import round_input
+from .config_values import constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of
 
@@ -142,7 +143,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="ideogram4",
     transformer="Ideogram4Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
+    latent=Latent(patch=constant(1, 1, 1), frames=False, pixels=constant(1, 16, 16)),
     io=ModelIO(forward_args, takes_tokens=True, output=output),
     blocks=Blocks(
         output_layer="final_layer",
@@ -154,7 +155,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
-        widths=lambda config: {"c_crossattn": config["llm_features_dim"]},
+        widths=entries(c_crossattn="llm_features_dim"),
         required=(),
     ),
     build=Build(patch_module=patch_module),

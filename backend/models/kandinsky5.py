@@ -12,6 +12,7 @@ from diffusers.models.transformers import transformer_kandinsky as theirs
 from .blocks import APART, Blocks
 from .common import references
 from .common.timestep_precision import round_input
+from .config_values import entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -224,7 +225,7 @@ FAMILY = Family(
         channels=lambda config: config["out_visual_dim"],
         pixels=lambda config: (4 if is_video(config) else 1, 8, 8),
     ),
-    io=ModelIO(arguments=forward_args, output=lambda output, grid: output),
+    io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         output_layer="out_layer.out_layer",
         lists={"visual_transformer_blocks": APART},
@@ -240,7 +241,7 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=("c_crossattn", "y", "c_concat", "time_dim_replace", "attention_mask"),
         required=("c_crossattn", "y"),
-        widths=lambda config: {"c_crossattn": config["in_text_dim"], "y": config["in_text_dim2"]},
+        widths=entries(c_crossattn="in_text_dim", y="in_text_dim2"),
         ignored=("attention_mask",),
         refusal=refusal,
     ),

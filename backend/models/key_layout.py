@@ -2,15 +2,10 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from .config_values import no_entries
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def no_entries(given: object) -> dict[str, Any]:
-    """Return an empty dict, where a family has nothing to say."""
-    return {}
-
 
 #: Prefixes under which full checkpoints keep their transformer.
 PREFIXES = (

@@ -10,6 +10,7 @@ from .common.fewer_passes import apply_rotary_emb, rms_norm
 from .common.grouped_attention import grouped_attention
 from .common.replaced_classes import replace_classes
 from .common.request_arguments import once
+from .config_values import constant
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -239,8 +240,8 @@ def patch_module(transformer, config):
 FAMILY = Family(
     name="krea2",
     transformer="Krea2Transformer2DModel",
-    latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=lambda config: (1, 2, 2)),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
+    latent=Latent(channels=lambda config: config["in_channels"] // 4, patch=constant(1, 2, 2)),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=Blocks(
         output_layer="final_layer",
         lists={"transformer_blocks": JOINED},

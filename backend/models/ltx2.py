@@ -30,6 +30,7 @@ from .common.ltx2_blocks import (
 from .common.ltx2_connectors import COMPANION, CONNECTOR_NAMES, MIN_TOKENS, connector, put_connectors
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
+from .config_values import entries
 from .family import Build, Cache, Conditioning, Family, ModelIO, Noise
 from .key_layout import Layout, blocks_of
 from .ltxv import HEADS, LATENT, corners, guides, times, tokens_of_frame
@@ -334,7 +335,7 @@ FAMILY = Family(
             "generated_keyframes",
             "guide_weights",
         ),
-        widths=lambda config: {},
+        widths=entries(),
         precise=("frame_rate", "guide_weights"),
         refusal=refusal,
     ),

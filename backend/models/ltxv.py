@@ -15,6 +15,7 @@ from .common.header_config import transformer_config
 from .common.ltx2_blocks import Attention
 from .common.request_arguments import once
 from .common.token_levels import added_part, distinct, levels_of, share_levels
+from .config_values import constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
 
@@ -268,13 +269,13 @@ LAYOUT = Layout(
     },
 )
 #: What LTX-2's video has too.
-LATENT = Latent(patch=lambda config: (1, 1, 1), pixels=lambda config: PIXELS, left_out=left_out)
+LATENT = Latent(patch=constant(1, 1, 1), pixels=constant(*PIXELS), left_out=left_out)
 FAMILY = Family(
     name="ltxv",
     transformer="LTXVideoTransformer3DModel",
     latent=replace(LATENT, frames=True),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=Blocks(
         output_layer="proj_out",
         adapter=OwnTokens(),
@@ -292,7 +293,7 @@ FAMILY = Family(
             "keyframe_idxs",
             "guide_weights",
         ),
-        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+        widths=entries(c_crossattn="caption_channels"),
         precise=("frame_rate", "guide_weights"),
         refusal=refusal,
     ),

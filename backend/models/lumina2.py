@@ -9,6 +9,7 @@ from .blocks import IMAGE_ONLY, JOINED, Blocks
 from .common.fewer_passes import apply_rotary_emb
 from .common.grouped_attention import grouped_attention
 from .common.tensor_plans import COMMON
+from .config_values import entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import MLP, Layout, blocks_of, under
 from .latent_tokens import negated_tokens
@@ -175,7 +176,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-        widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
+        widths=entries(c_crossattn="cap_feat_dim"),
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
         refusal=refusal,
     ),

@@ -8,6 +8,7 @@ from .common.call_state import OwnTokens
 from .common.minimax_h3_model import end_with_own_tokens
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
+from .config_values import constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Nested
 from .key_layout import Layout, blocks_of, under
 
@@ -263,7 +264,7 @@ FLOAT32 = (
 FAMILY = Family(
     name="minimax-h3",
     transformer="MiniMaxH3Transformer3DModel",
-    latent=Latent(pixels=lambda config: (4, 16, 16), nested=LATENTS),
+    latent=Latent(pixels=constant(4, 16, 16), nested=LATENTS),
     io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: -output),
     blocks=Blocks(
         output_layer="outputs",
@@ -276,7 +277,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "text_tags", *REFERENCES, "origin"),
-        widths=lambda config: {"c_crossattn": config["text_dim"]},
+        widths=entries(c_crossattn="text_dim"),
         precise=("given_video", "given_audio", "given_positions", "given_times", "origin"),
         count_text_tokens=count_text_tokens,
         refusal=refusal,

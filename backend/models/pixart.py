@@ -11,6 +11,7 @@ from diffusers.models.embeddings import PatchEmbed, get_2d_sincos_pos_embed
 from ..errors import UnsupportedError, quoted
 from .blocks import APART, Blocks
 from .common.request_arguments import once
+from .config_values import entries
 from .discrete_schedule import DiscreteSchedule, of_scheduler, prediction
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import MLP, Layout, blocks_of, under
@@ -199,7 +200,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "c_size", "c_ar"),
-        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+        widths=entries(c_crossattn="caption_channels"),
     ),
     cache=Cache(
         prompt_modules=("caption_projection",),

@@ -11,6 +11,7 @@ from .blocks import APART, Blocks
 from .common import references
 from .common.request_arguments import once
 from .common.timestep_precision import keep_timestep
+from .config_values import entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 
@@ -183,7 +184,7 @@ FAMILY = Family(
     name="qwen-image",
     transformer="QwenImageTransformer2DModel",
     latent=Latent(channels=lambda config: config["in_channels"] // config["patch_size"] ** 2),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output[:, : grid.tokens]),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=Blocks(
         output_layer="proj_out",
         lists={"transformer_blocks": APART},
@@ -197,7 +198,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method"),
-        widths=lambda config: {"c_crossattn": config["joint_attention_dim"]},
+        widths=entries(c_crossattn="joint_attention_dim"),
         context_tokens=references.token_count,
         refusal=references.refusal,
     ),

@@ -12,6 +12,7 @@ from .blocks import JOINED, Blocks
 from .common import references, token_mixing
 from .common.request_arguments import of_all_samples, once, once_a_request
 from .common.shape_only import join
+from .config_values import constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, rope_axes
 from .qwen_image import Rotary
@@ -288,8 +289,8 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="qwen-image-2.1",
     transformer="QwenImage21Transformer2DModel",
-    latent=Latent(patch=lambda config: (1, 1, 1), frames=False, pixels=lambda config: (1, 16, 16)),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda output, grid: output),
+    latent=Latent(patch=constant(1, 1, 1), frames=False, pixels=constant(1, 16, 16)),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=Blocks(
         output_layer="proj_out",
         lists={"transformer_blocks": JOINED},
@@ -299,7 +300,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask", "ref_latents", "ref_latents_method", "image_slots"),
-        widths=lambda config: {"c_crossattn": config["context_in_dim"]},
+        widths=entries(c_crossattn="context_in_dim"),
         count_text_tokens=count_text_tokens,
         refusal=refusal,
     ),

@@ -17,6 +17,7 @@ from ..runtime.opaque_ops import opaque
 from .blocks import APART, Blocks
 from .common import token_mixing
 from .common.joint_blocks import within_range
+from .config_values import constant, entries
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of
 
@@ -135,14 +136,14 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="sana",
     transformer="SanaTransformer2DModel",
-    latent=Latent(frames=False, pixels=lambda config: (1, 32, 32)),
+    latent=Latent(frames=False, pixels=constant(1, 32, 32)),
     io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(
         output_layer="proj_out", lists={"transformer_blocks": APART}, attention=("linear", "cross", "halo")
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "attention_mask"),
-        widths=lambda config: {"c_crossattn": config["caption_channels"]},
+        widths=entries(c_crossattn="caption_channels"),
     ),
     cache=Cache(
         prompt_modules=("caption_projection", "caption_norm"),

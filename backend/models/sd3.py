@@ -3,6 +3,7 @@ medium with a second attention over the image alone."""
 
 from .blocks import APART, Blocks
 from .common.tensor_plans import TEXT_LAYERS
+from .config_values import entries
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import MLP, Layout, blocks_of, under
 
@@ -108,10 +109,7 @@ FAMILY = Family(
     conditioning=Conditioning(
         accepted=("c_crossattn", "y"),
         required=("c_crossattn", "y"),
-        widths=lambda config: {
-            "c_crossattn": config["joint_attention_dim"],
-            "y": config["pooled_projection_dim"],
-        },
+        widths=entries(c_crossattn="joint_attention_dim", y="pooled_projection_dim"),
         refusal=refusal,
     ),
     cache=Cache(

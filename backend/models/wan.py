@@ -17,6 +17,7 @@ from .common.header_config import transformer_config
 from .common.request_arguments import once
 from .common.token_levels import levels_of_frames, share_levels
 from .common.wan_blocks import SelfAttention, WanBlock, WanEmbedder
+from .config_values import entries
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of, under
 
@@ -315,7 +316,7 @@ FAMILY = Family(
         accepted=(*ACCEPTED, "c_concat"),
         context_tokens=wan_inputs.token_count,
         image_features=image_features,
-        widths=lambda config: {"c_crossattn": config["text_dim"]},
+        widths=entries(c_crossattn="text_dim"),
         refusal=refusal,
     ),
     cache=Cache(

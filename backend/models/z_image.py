@@ -5,6 +5,7 @@ import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
 
 from .blocks import IMAGE_ONLY, JOINED, Blocks
+from .config_values import constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -116,7 +117,7 @@ ONLY = {
 FAMILY = Family(
     name="z-image",
     transformer="ZImageTransformer2DModel",
-    latent=Latent(patch=lambda config: (1, 2, 2), frames=False),
+    latent=Latent(patch=constant(1, 2, 2), frames=False),
     io=ModelIO(
         arguments=forward_args,
         output=lambda output, grid: -grid.padded.to_tokens(torch.stack(output).squeeze(2)),
@@ -134,7 +135,7 @@ FAMILY = Family(
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "num_tokens", "attention_mask", "clip_text_pooled"),
-        widths=lambda config: {"c_crossattn": config["cap_feat_dim"]},
+        widths=entries(c_crossattn="cap_feat_dim"),
         ignored=("num_tokens", "attention_mask", "clip_text_pooled"),
         count_text_tokens=count_text_tokens,
         context_tokens=padding,

@@ -1,0 +1,21 @@
+"""Functions of a transformer's configuration, for fields of Family whose values are data."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+def constant(*value: int) -> Callable[[Config], Any]:
+    """Return a function that returns ``value`` for every configuration."""
+    return lambda config: value
+
+
+def entries(**names: str) -> Callable[[Config], dict[str, int]]:
+    """Return a function that returns the entries of a configuration with these ``names``, by keyword."""
+    return lambda config: {keyword: config[name] for keyword, name in names.items()}
+
+
+def no_entries(given: object) -> dict[str, Any]:
+    """Return an empty dict, where a family has nothing to say."""
+    return {}
