@@ -14,7 +14,7 @@ from .common.tensor_plans import COMMON, PARALLEL_MLP
 from .common.timestep_precision import keep_timestep
 from .config_values import constant, entries
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import NORM_SPELLINGS, Layout, blocks_of, rope_axes
+from .key_layout import IN_OUT, NORM_SPELLINGS, Layout, blocks_of, rope_axes, under
 
 #: Rows of ComfyUI's modulation table, in any size: those of the released one.
 MODULATIONS = 344
@@ -79,8 +79,7 @@ LAYOUT = Layout(
     ),
     names={
         **flux.LAYOUT.names,
-        f"{GUIDANCE}.layers.{{}}.in_layer": f"{GUIDANCE}.layers.{{}}.linear_1",
-        f"{GUIDANCE}.layers.{{}}.out_layer": f"{GUIDANCE}.layers.{{}}.linear_2",
+        **under(f"{GUIDANCE}.layers.{{}}", f"{GUIDANCE}.layers.{{}}", IN_OUT),
         f"{GUIDANCE}.norms.{{}}.scale": f"{GUIDANCE}.norms.{{}}.weight",
     },
 )

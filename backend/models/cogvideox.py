@@ -57,15 +57,15 @@ def forward_args(config, grid, latent, timestep, cond):
     """Return the arguments of the forward. Time comes before channels; image to video has the image's latent
     as further channels (c_concat)."""
     batch = latent.shape[0]
-    has_rotary = config["use_rotary_positional_embeddings"] and not config.get("learned_alone")
+    tables = None
+    if config["use_rotary_positional_embeddings"] and not config.get("learned_alone"):
+        tables = once(cond, "rotary", lambda: rotary(config, grid, latent.device))
     return dict(
         hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=timestep.expand(batch),
         ofs=cond["ofs"].reshape(-1).expand(batch) if "ofs" in cond else None,
-        image_rotary_emb=once(cond, "rotary", lambda: rotary(config, grid, latent.device))
-        if has_rotary
-        else None,
+        image_rotary_emb=tables,
     )
 
 
@@ -143,10 +143,7 @@ def config_from_shapes(shapes):
 
 
 BLOCK = {
-    "norm1.linear": "norm1.linear",
-    "norm1.norm": "norm1.norm",
-    "norm2.linear": "norm2.linear",
-    "norm2.norm": "norm2.norm",
+    **{f"{norm}.{part}": f"{norm}.{part}" for norm in ("norm1", "norm2") for part in ("linear", "norm")},
     "q": "attn1.to_q",
     "k": "attn1.to_k",
     "v": "attn1.to_v",

@@ -17,7 +17,7 @@ from .common.request_arguments import once
 from .config_values import entries
 from .discrete_schedule import DiscreteSchedule
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
-from .key_layout import MLP, Layout, blocks_of, under
+from .key_layout import LAYERS, MLP, Layout, blocks_of, under
 
 #: Tokens of CLIP's and of mT5's prompt that have a learned padding: the last ones, as in ComfyUI. mT5's first
 #: ones are pooled.
@@ -169,12 +169,10 @@ LAYOUT = Layout(
     config=config_from_shapes,
     swapped=("norm_out.linear",),
     names={
-        "mlp_t5.0": "text_embedder.linear_1",
-        "mlp_t5.2": "text_embedder.linear_2",
+        **under("mlp_t5", "text_embedder", LAYERS),
         "x_embedder.proj": "pos_embed.proj",
         **under("t_embedder", f"{EXTRA}.timestep_embedder", MLP),
-        "extra_embedder.0": f"{EXTRA}.extra_embedder.linear_1",
-        "extra_embedder.2": f"{EXTRA}.extra_embedder.linear_2",
+        **under("extra_embedder", f"{EXTRA}.extra_embedder", LAYERS),
         "style_embedder.weight": f"{EXTRA}.style_embedder.weight",
         "pooler.positional_embedding": f"{EXTRA}.pooler.positional_embedding",
         **{f"pooler.{part}_proj": f"{EXTRA}.pooler.{part}_proj" for part in "qkvc"},

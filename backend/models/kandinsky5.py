@@ -87,10 +87,9 @@ def patch_module(transformer, config):
     up to the end."""
     transformer.__class__ = OfTokens
     transformer.out_layer.__class__ = LastLayer
-    for block in transformer.text_transformer_blocks:
+    for block in (*transformer.text_transformer_blocks, *transformer.visual_transformer_blocks):
         block.self_attention.set_processor(Exact())
     for block in transformer.visual_transformer_blocks:
-        block.self_attention.set_processor(Exact())
         block.cross_attention.set_processor(Exact())
     rope = transformer.visual_rope_embeddings
     tables = [(rope, f"args_{axis}", MAX_SIDE_TOKENS, size) for axis, size in enumerate(rope.axes_dims)]

@@ -119,6 +119,7 @@ class Layout:
 #: What files call the two layers of an embedder -> diffusers.
 IN_OUT = {"in_layer": "linear_1", "out_layer": "linear_2"}
 MLP = {"mlp.0": "linear_1", "mlp.2": "linear_2"}
+LAYERS = {"0": "linear_1", "2": "linear_2"}
 
 
 def renamed(prefixes: Mapping[str, str], keys: Mapping[str, str]) -> dict[str, str]:

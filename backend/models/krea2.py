@@ -12,7 +12,7 @@ from .common.replaced_classes import replace_classes
 from .common.request_arguments import once
 from .config_values import constant
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO
-from .key_layout import Layout, blocks_of, under
+from .key_layout import LAYERS, Layout, blocks_of, under
 
 
 def read_references(cond):
@@ -113,8 +113,7 @@ LAYOUT = Layout(
         **under("txtfusion.layerwise_blocks.{}", "text_fusion.layerwise_blocks.{}", BLOCK),
         **under("txtfusion.refiner_blocks.{}", "text_fusion.refiner_blocks.{}", BLOCK),
         "first": "img_in",
-        "tmlp.0": "time_embed.linear_1",
-        "tmlp.2": "time_embed.linear_2",
+        **under("tmlp", "time_embed", LAYERS),
         "tproj.1": "time_mod_proj",
         "txtfusion.projector": "text_fusion.projector",
         "txtmlp.0.scale": "txt_in.norm.weight",

@@ -38,9 +38,9 @@ class VideoEmbedder(AdaLayerNormSingle):
 
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
         levels = self.levels
-        if levels.level_of_token is None:
-            return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
         found: Any = super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
+        if levels.level_of_token is None:
+            return found
         modulation, levels.embedding = found
         levels.modulation = modulation.unflatten(1, (6, -1))
         return levels.level_of_token.view(-1, 1), levels.embedding[:1].expand(batch_size, -1)

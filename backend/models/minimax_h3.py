@@ -211,9 +211,7 @@ BLOCK = {
     "attn.k_norm": "attn.norm_k",
     "mlp.fc1": "ff.net.0.proj",
     "mlp.fc2": "ff.net.2",
-    "norm1": "norm1",
-    "norm2": "norm2",
-    "adaln_proj.linear": "adaln_proj.linear",
+    **{name: name for name in ("norm1", "norm2", "adaln_proj.linear")},
 }
 LAYOUT = Layout(
     signature=(

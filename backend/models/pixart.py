@@ -2,7 +2,6 @@
 cross-attention."""
 
 from dataclasses import asdict
-from functools import lru_cache
 from math import inf, isqrt
 
 import torch
@@ -86,15 +85,10 @@ def _stated_scale(vae):
     return scale
 
 
-@lru_cache(maxsize=8)
-def _schedule_of(**entries):
-    return DiscreteSchedule(**entries)
-
-
 def schedule(config):
     """Return the noise levels of timesteps: those of the pipeline's folder, or of the released models."""
     stated = config.get("schedule")
-    return _schedule_of(**stated) if stated else SCHEDULE
+    return DiscreteSchedule(**stated) if stated else SCHEDULE
 
 
 def is_alpha(config):
@@ -109,19 +103,21 @@ def forward_args(config, grid, latent, timestep, cond):
     batch, (height, width) = latent.shape[0], latent.shape[2:]
 
     def size_argument(name, *numbers):
-        if name in cond:
-            return cond[name]
-        return once(cond, name, lambda: latent.new_tensor([numbers], dtype=torch.float32))
+        if not is_alpha(config):
+            return None
+        value = cond.get(name)
+        if value is None:
+            value = once(cond, name, lambda: latent.new_tensor([numbers], dtype=torch.float32))
+        return value.expand(batch, len(numbers))
 
-    size = size_argument("c_size", height * 8.0, width * 8.0)
-    ratio = size_argument("c_ar", height / width)
-    size = size.expand(batch, 2) if is_alpha(config) else None
-    ratio = ratio.expand(batch, 1) if is_alpha(config) else None
     return dict(
         hidden_states=grid.pad(latent),
         encoder_hidden_states=cond["c_crossattn"],
         timestep=timestep.expand(batch),
-        added_cond_kwargs=dict(resolution=size, aspect_ratio=ratio),
+        added_cond_kwargs=dict(
+            resolution=size_argument("c_size", height * 8.0, width * 8.0),
+            aspect_ratio=size_argument("c_ar", height / width),
+        ),
     )
 
 

@@ -29,13 +29,12 @@ def refusal(config, grid, cond):
 
 def config_from_shapes(shapes):
     """Return the arguments of SD3Transformer2DModel; heads are 64 wide."""
-    hidden = shapes["x_embedder.proj.weight"][0]
-    patch = shapes["x_embedder.proj.weight"][2]
+    hidden, channels, patch, _ = shapes["x_embedder.proj.weight"]
     layers = blocks_of(shapes, "joint_blocks")
     return dict(
         sample_size=128,
         patch_size=patch,
-        in_channels=shapes["x_embedder.proj.weight"][1],
+        in_channels=channels,
         out_channels=shapes["final_layer.linear.weight"][0] // patch**2,
         num_layers=layers,
         attention_head_dim=64,

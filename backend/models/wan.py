@@ -19,7 +19,7 @@ from .common.token_levels import levels_of_frames, share_levels
 from .common.wan_blocks import SelfAttention, WanBlock, WanEmbedder
 from .config_values import entries
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
-from .key_layout import Layout, blocks_of, under
+from .key_layout import LAYERS, Layout, blocks_of, under
 
 #: Tokens of CLIP's features of an image.
 CLIP_TOKENS = 257
@@ -240,10 +240,8 @@ LAYOUT = Layout(
     names={
         "head.head": "proj_out",
         "head.modulation": "scale_shift_table",
-        "text_embedding.0": f"{EMBEDDER}.text_embedder.linear_1",
-        "text_embedding.2": f"{EMBEDDER}.text_embedder.linear_2",
-        "time_embedding.0": f"{EMBEDDER}.time_embedder.linear_1",
-        "time_embedding.2": f"{EMBEDDER}.time_embedder.linear_2",
+        **under("text_embedding", f"{EMBEDDER}.text_embedder", LAYERS),
+        **under("time_embedding", f"{EMBEDDER}.time_embedder", LAYERS),
         "time_projection.1": f"{EMBEDDER}.time_proj",
         "img_emb.proj.0": f"{EMBEDDER}.image_embedder.norm1",
         "img_emb.proj.1": f"{EMBEDDER}.image_embedder.ff.net.0.proj",

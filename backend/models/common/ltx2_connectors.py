@@ -71,11 +71,9 @@ def pipeline_connectors(config):
     """Return ``connectors``, the arguments of both, from the configuration of a pipeline's folder of them."""
 
     def arguments(kind):
+        sizes = ("num_attention_heads", "attention_head_dim", "num_layers", "num_learnable_registers")
         return dict(
-            num_attention_heads=config[f"{kind}_connector_num_attention_heads"],
-            attention_head_dim=config[f"{kind}_connector_attention_head_dim"],
-            num_layers=config[f"{kind}_connector_num_layers"],
-            num_learnable_registers=config[f"{kind}_connector_num_learnable_registers"],
+            **{name: config[f"{kind}_connector_{name}"] for name in sizes},
             gated_attention=config.get(f"{kind}_gated_attn", False),
             rope_type=config["rope_type"],
             rope_double_precision=config["rope_double_precision"],
