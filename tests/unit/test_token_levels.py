@@ -28,8 +28,8 @@ from released_sizes import DryFiles, request_of
 
 from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint, recognise
-from backend.models.common.hunyuan_first_frame import SingleBlock
 from backend.models.common.ltx2_blocks import LTX2Block
+from backend.models.hunyuan_video import SingleBlock
 from backend.models.ltxv import VideoBlock
 
 #: Variant -> diffusers' class.

@@ -100,10 +100,10 @@ def adapted(norm: Any, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 def rms_scaled(norm: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
     """Return norm(x) * scale, of tokens x (B, S, D) and an RMS norm; scale may broadcast."""
-    plain: Any = norm if isinstance(norm, RMSNorm) else None
-    if scale.numel() != x.shape[-1] or plain is None or plain.bias is not None or plain.weight is None:
+    of_all = scale.numel() == x.shape[-1]
+    if not (of_all and isinstance(norm, RMSNorm)) or norm.bias is not None or norm.weight is None:
         return norm(x) * scale
-    return rms_norm(x, plain.dim, (plain.weight * scale.flatten()).to(x.dtype), plain.eps)
+    return rms_norm(x, norm.dim, (norm.weight * scale.flatten()).to(x.dtype), norm.eps)
 
 
 def gated(x: Tensor, change: Tensor, gate: Tensor) -> Tensor:

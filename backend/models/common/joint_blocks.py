@@ -5,6 +5,7 @@ no family gives are refused: further ones of attention (joint_attention_kwargs),
 (Omni's)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
         hidden_states,
         encoder_hidden_states,
         temb,
-        image_rotary_emb=None,
+        image_rotary_emb: Any = None,
         joint_attention_kwargs=None,
     ):
         assert not joint_attention_kwargs, NO_MORE
@@ -45,19 +46,12 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
             text = gated(text, change, text_gate[:, None])
             text = within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text))
         else:
-            image = self.attended(image, image_rotary_emb)
-        image = _mlp(gated(hidden_states, image, gate[:, None]), self.norm2, self.ff, *of_image)
-        return text, within_range(image)
-
-    def attended(self, x, tables):
-        """Return the attention's output for image tokens alone, of which x is the input."""
-
-        def turn(heads):
             # as fewer_passes.rotary has replaced it in diffusers' module
             function = transformer_flux.apply_rotary_emb  # pyright: ignore[reportPrivateImportUsage]
-            return function(heads, tables, sequence_dim=1)
-
-        return _attended(self.attn, x, self.attn.head_dim, turn)
+            turn = partial(function, freqs_cis=image_rotary_emb, sequence_dim=1)
+            image = _attended(self.attn, image, self.attn.head_dim, turn)
+        image = _mlp(gated(hidden_states, image, gate[:, None]), self.norm2, self.ff, *of_image)
+        return text, within_range(image)
 
 
 class FluxSingleBlock(transformer_flux.FluxSingleTransformerBlock):
@@ -96,7 +90,7 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         encoder_hidden_states,
         encoder_hidden_states_mask,
         temb,
-        image_rotary_emb=None,
+        image_rotary_emb: Any = None,
         joint_attention_kwargs=None,
         modulate_index: Any = None,
     ):
@@ -126,18 +120,12 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
             text = gated(text, text_change, text_gate[:, None])
             text = within_range(_mlp(text, self.txt_norm2, self.txt_mlp, *of_text))
         else:
-            change = self.attended(change, image_rotary_emb)
+            function = transformer_qwenimage.apply_rotary_emb_qwen
+            turn = partial(function, freqs_cis=image_rotary_emb[0], use_real=False)
+            change = _attended(self.attn, change, self.attn.inner_dim // self.attn.heads, turn)
         image = gated(hidden_states, change, part(2))
         change = self.img_mlp(modulated(self.img_norm2, image, scale(4), part(3)))
         return text, within_range(gated(image, change, part(5)))
-
-    def attended(self, x, tables):
-        """Return the attention's output for image tokens alone, of which x is the input."""
-
-        def turn(heads):
-            return transformer_qwenimage.apply_rotary_emb_qwen(heads, tables[0], use_real=False)
-
-        return _attended(self.attn, x, self.attn.inner_dim // self.attn.heads, turn)
 
 
 class ZImageBlock(transformer_z_image.ZImageTransformerBlock):
@@ -179,7 +167,8 @@ def _mlp(x: Tensor, norm: nn.LayerNorm, mlp: nn.Module, shift: Tensor, scale: Te
 
 
 def _attended(attn: Any, x: Tensor, head_size: int, turn: Callable[[Tensor], Any]) -> Tensor:
-    """Return what diffusers' processors do, without the text's part; ``turn``: rotary embedding."""
+    """Return the attention's output for image tokens alone, of which x is the input, as diffusers' processors
+    make it; ``turn``: rotary embedding."""
 
     def heads_of(layer: nn.Module) -> Tensor:
         return layer(x).unflatten(-1, (-1, head_size))

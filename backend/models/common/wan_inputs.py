@@ -23,14 +23,10 @@ def given(config, cond) -> dict[str, Tensor]:
     return {name: value for name, value in cond.items() if name.partition(".")[0] in names}
 
 
-def _in_context(cond) -> list[Tensor]:
-    return listed(cond, "context_latents")
-
-
 def _videos(cond) -> list[Tensor]:
     """Return what is embedded as the latent is, in the order of its tokens."""
     later = [cond["time_dim_concat"]] if "time_dim_concat" in cond else []
-    return [*later, *_in_context(cond)]
+    return [*later, *listed(cond, "context_latents")]
 
 
 def token_count(config, grid: TokenGrid, cond) -> int:
@@ -170,7 +166,7 @@ def rotary(plain, patch, latent: Tensor, further) -> tuple[Tensor, Tensor]:
         of_frame = table.shape[1] // count
         image, video, after = table.split([start * of_frame, frames * of_frame, later * of_frame], dim=1)
         tables.append([video, image, after])
-    for number, reference in enumerate(_in_context(further), 1):
+    for number, reference in enumerate(listed(further, "context_latents"), 1):
         cos, sin = plain(reference)
         for pieces, piece in zip(tables, _turned(cos, sin, number)):
             pieces.append(piece)
