@@ -23,6 +23,15 @@ NEAR_LARGEST = 0.9
 def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
     """Return why the kernel ``name`` does not attend here, empty where it does; ``lse``: with the log-sum-exp
     too. Where memory runs out nothing is known. Raises where the device is lost."""
+    try:
+        return _wrong(name, dtype, head_size, lse, device)
+    except Exception as failed:  # a wheel raises what it likes
+        return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
+
+
+def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
+    """Return what is wrong with a kernel's values; empty where nothing is. Raises what it does, and where
+    memory runs out."""
     q, k, v = _numbers(dtype, head_size, device)
     trials = {"its values": v}
     largest = kernel_of(name).largest_value
@@ -30,12 +39,9 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
         trials[f"values near {largest:,.0f}"] = v.sigmoid() * (NEAR_LARGEST * largest)
     for which, values in trials.items():
         before = [given.clone() for given in (q, k, values)]
-        try:
-            error, why = _tried(name, q, k, values, lse)
-            changed = not all(map(torch.equal, (q, k, values), before))
-        except Exception as failed:  # a wheel raises what it likes
-            return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
-        if changed:  # they may be a K/V buffer's; first, since what comes of it may be wrong
+        error, why = _tried(name, q, k, values, lse)
+        if not all(map(torch.equal, (q, k, values), before)):
+            # they may be a K/V buffer's; first, since what comes of it may be wrong
             return "it changes the queries, keys or values that it is given"
         if not error <= MAX_ERROR:  # a NaN is no number below it
             return f"it is off by {error:.2g} of {which}"
@@ -48,9 +54,9 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
 def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
     """Have torch attend without cuDNN where its own choice of kernels fails, and rings (``lse``) without its
     flash kernel. All of them are exact, so ranks need not agree. Raises where the device is lost."""
-    q, k, v = _numbers(dtype, head_size, device)
     lost = "torch's attention lost the GPU when it was tried; update torch or the driver"
     try:
+        q, k, v = _numbers(dtype, head_size, device)
         SDPA(q, k, v).sum().item()
     except Exception as failed:
         if why := _why(failed, device, lost):
@@ -59,6 +65,7 @@ def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
     if not lse or dtype == torch.float32 or not has_flash(device):
         return
     try:
+        q, k, v = _numbers(dtype, head_size, device)
         flash_of_torch(q, k, v, scale=head_size**-0.5, lse=True)[0].sum().item()
     except Exception as failed:
         if why := _why(failed, device, lost):

@@ -296,6 +296,22 @@ def test_memory_that_runs_out_is_no_verdict(kernel):
     assert kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU) == ""
 
 
+@pytest.mark.parametrize("lse", [False, True])
+def test_memory_that_runs_out_for_the_inputs_is_no_verdict(kernel, monkeypatch, lse, capsys):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    kernel(right)
+    changed = []
+    monkeypatch.setattr(kernel_trial, "_numbers", full)
+    monkeypatch.setattr(kernel_trial, "has_flash", lambda device: True)
+    monkeypatch.setattr(kernel_trial, "give_up_flash", changed.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", changed.append)
+    assert kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU) == ""
+    kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
+    assert not changed and not capsys.readouterr().out
+
+
 def test_a_wrong_kernel_is_named_though_memory_runs_out_later(kernel):
     """In the trial with large values, which comes after."""
     outcomes = [float("nan")]
