@@ -43,25 +43,25 @@ def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: tor
         if not all(map(torch.equal, (q, k, values), before)):
             # they may be a K/V buffer's; first, since what comes of it may be wrong
             return "it changes the queries, keys or values that it is given"
-        if not error <= MAX_ERROR:  # a NaN is no number below it
-            return f"it is off by {error:.2g} of {which}"
-        if why:
+        if why := _off(error, which) or why:
             return why
     return ""
 
 
 @torch.inference_mode()
 def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
-    """Have torch attend without cuDNN where its own choice of kernels fails, and rings (``lse``) without its
-    flash kernel. All of them are exact, so ranks need not agree. Raises where the device is lost."""
+    """Have torch attend without cuDNN where its own choice of kernels fails or is wrong, and rings (``lse``)
+    without its flash kernel where that fails. All of them are exact, so ranks need not agree. Raises where
+    the device is lost."""
     lost = "torch's attention lost the GPU when it was tried; update torch or the driver"
     try:
         q, k, v = _numbers(dtype, head_size, device)
-        SDPA(q, k, v).sum().item()
+        why = _off(_error([SDPA(q, k, v)], SDPA(q.float(), k.float(), v.float())))
     except Exception as failed:
-        if why := _why(failed, device, lost):
-            print(f"torch's attention failed ({why}), and goes on without cuDNN's")
-            torch.backends.cuda.enable_cudnn_sdp(False)
+        why = _why(failed, device, lost)
+    if why:
+        print(f"torch's attention failed ({why}), and goes on without cuDNN's")
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if not lse or dtype == torch.float32 or not has_flash(device):
         return
     try:
@@ -81,6 +81,11 @@ def refusal(name: str, failures: list[str]) -> str:
     remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
     why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
     return f"{why}; {remedy}, or set attention to auto."
+
+
+def _off(error: float, values: str = "its values") -> str:
+    """Say by what share of ``values`` a kernel is off; empty where that is little."""
+    return "" if error <= MAX_ERROR else f"it is off by {error:.2g} of {values}"  # a NaN is off
 
 
 def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float, str]:

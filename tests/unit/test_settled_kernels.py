@@ -28,6 +28,30 @@ def test_torch_goes_on_without_cudnn_where_its_choice_fails(monkeypatch, fails, 
     assert switched == [False] * fails and ("no kernel image" in capsys.readouterr().out) == fails
 
 
+def last_head_lost(q, k, v):
+    """What cuDNN's kernel, which has no float32, might do."""
+    out = SDPA(q, k, v)
+    if q.dtype != torch.float32:
+        out[-1, -1] = 0
+    return out
+
+
+def no_numbers(q, k, v):
+    return SDPA(q, k, v) * (1.0 if q.dtype == torch.float32 else float("nan"))
+
+
+@pytest.mark.parametrize("attention, off", [(last_head_lost, "1"), (no_numbers, "nan")])
+def test_torch_goes_on_without_cudnn_where_its_choice_is_wrong(monkeypatch, attention, off, capsys):
+    """No error says so: on Hopper and Blackwell torch's first choice is cuDNN."""
+    switched = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    monkeypatch.setattr(kernel_trial, "SDPA", attention)
+    kernel_trial.settle(torch.bfloat16, 64, False, CPU)
+    assert switched == [False]
+    said = f"torch's attention failed (it is off by {off} of its values), and goes on without cuDNN's\n"
+    assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize("lse, fails", [(True, False), (True, True), (False, True)])
 def test_rings_go_on_without_a_flash_kernel_that_fails(monkeypatch, lse, fails, capsys):
     """Torch's own choice of kernels passes over what was not built; rings call flash themselves."""
