@@ -11,11 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..runtime import opaque_ops
 from ..runtime.torch_version import has_torch
-from .kernel_table import HALF, fits, flash_of_torch, kernel_of, whole_heads
+from .kernel_table import HALF, SDPA, fits, flash_of_torch, kernel_of, whole_heads
 
-#: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
-#: it, the kernels keep the original.
-SDPA = F.scaled_dot_product_attention
 aten = torch.ops.aten
 #: Rows of a mask begin at multiples of so many numbers for the memory-efficient kernel.
 ALIGNMENT = 8

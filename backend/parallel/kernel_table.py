@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import ParallelConfig
 from ..hardware.gpu_kernels import Capability
 from ..runtime.install_command import install_command
 
 aten = torch.ops.aten
+#: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
+#: it, the kernels keep the original.
+SDPA = F.scaled_dot_product_attention
 #: What packages compute in.
 HALF = (torch.float16, torch.bfloat16)
 #: Least keys of a call, in a ring of a hop, for an approximate kernel: fewer take little time in any, and
@@ -43,9 +48,10 @@ class Kernel:
     empty for torch's own; package: its name on PyPI; build: how it is built, where PyPI lacks it. parameter:
     one that the function has, and older: what a package is whose function lacks it. gpus: first and last
     compute capability of each run that has kernels. head_size: the largest; multiple: of which head sizes are
-    multiples; head_sizes: those that there are, where they are few. lse: it returns the log-sum-exp, by which
-    rings merge. exact: it computes in the type of its inputs. largest_value: of V, where it holds less than
-    their type; 0 for all. rocm: torch for AMD's GPUs may have it. torch_impl: its name in torch.nn.attention.
+    multiples; head_sizes: those that there are, where they are few. least_keys: that it attends to. lse: it
+    returns the log-sum-exp, by which rings merge. exact: it computes in the type of its inputs.
+    largest_value: of V, where it holds less than their type; 0 for all. rocm: torch for AMD's GPUs may have
+    it. torch_impl: its name in torch.nn.attention.
     """
 
     what: str
@@ -60,6 +66,7 @@ class Kernel:
     head_size: int = 256
     multiple: int = 1
     head_sizes: tuple[int, ...] = ()
+    least_keys: int = 1
     lse: bool = True
     exact: bool = True
     largest_value: float = 0.0
@@ -119,11 +126,9 @@ def flash_of_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, lse: bool) -> 
 
 def _cudnn(q, k, v, scale, lse):
     k, v = whole_heads(q, k, v)
-    # diffusers 0.42.1 copies too (attention_dispatch.py): called directly, the operator was seen to be wrong
-    # with other strides. Until a GPU has shown that it is not, these copies stay.
-    q, k, v = (each.contiguous() for each in (q, k, v))
-    operator = aten._scaled_dot_product_cudnn_attention
-    return operator(q, k, v, None, lse, 0.0, False, False, scale=scale)[0], None
+    # as torch's own choice on Hopper and Blackwell, with strides as they are: a trial compares the values
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return SDPA(q, k, v, scale=scale), None
 
 
 def _sage(q, k, v, scale, lse):
@@ -157,6 +162,7 @@ KERNELS = {
         gpus=(((8, 0), ANY),),
         head_size=128,
         multiple=8,
+        least_keys=2,
         lse=False,
         rocm=False,
     ),
@@ -231,7 +237,7 @@ def fits(name: str, query: Tensor, key: Tensor, masked: bool, lse: bool) -> bool
     """Return whether the kernel ``name`` computes this call; else torch's own does."""
     kernel = kernel_of(name)
     able = kernel.call is not None and (kernel.lse or not lse) and not masked
-    pays = kernel.exact or key.shape[2] >= MIN_APPROXIMATE_KEYS
+    pays = key.shape[2] >= (kernel.least_keys if kernel.exact else MIN_APPROXIMATE_KEYS)
     return able and pays and query.dtype in HALF and kernel.has_head(query.shape[-1])
 
 

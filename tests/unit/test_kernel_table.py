@@ -12,13 +12,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_stubs import by_cudnn
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel import kernel_table as table
-from backend.parallel.attention_kernels import SDPA, attend
+from backend.parallel.attention_kernels import attend
 from backend.parallel.kernel_choice import explained, import_error, why_unavailable
-from backend.parallel.kernel_table import HALF, KERNELS, TORCH, fits
+from backend.parallel.kernel_table import HALF, KERNELS, SDPA, TORCH, fits
 from backend.runtime.install_command import install_command
 
 SCALE = 0.3
@@ -114,10 +115,8 @@ def stand_ins(monkeypatch):
         module = ModuleType(KERNELS[name].module)
         setattr(module, KERNELS[name].function, FUNCTIONS[name])
         monkeypatch.setitem(sys.modules, KERNELS[name].module, module)
-    operators = {
-        name: Operator(name)
-        for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention")
-    }
+    monkeypatch.setattr(table, "SDPA", by_cudnn)
+    operators = {name: Operator(name) for name in ("_scaled_dot_product_flash_attention",)}
     monkeypatch.setattr(table, "aten", SimpleNamespace(**operators))
     return operators
 

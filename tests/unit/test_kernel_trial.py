@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.config import ParallelConfig
-from backend.parallel import kernel_table, kernel_trial
+from backend.parallel import kernel_trial
 from backend.parallel.attention_kernels import SDPA
 from backend.parallel.kernel_table import KERNELS
 from backend.protocol import Sample
@@ -238,20 +238,6 @@ def test_what_is_right_for_one_contiguous_head_alone_is_refused(kernel, call, sa
 def test_a_right_kernel_passes_with_its_log_sum_exp(kernel):
     kernel(right)
     assert kernel_trial.failure("sage", torch.bfloat16, 64, True, CPU) == ""
-
-
-def test_cudnn_is_given_contiguous_tensors(monkeypatch):
-    """As diffusers gives them: with other strides its operator was seen to be wrong."""
-    given = []
-
-    def operator(q, k, v, *_, scale):
-        given.extend((q, k, v))
-        return [SDPA(q, k, v, scale=scale)]
-
-    aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=operator)
-    monkeypatch.setattr(kernel_table, "aten", aten)
-    assert kernel_trial.failure("cudnn", torch.bfloat16, 64, False, CPU) == ""
-    assert given and all(each.is_contiguous() for each in given)
 
 
 @pytest.mark.parametrize("lse", [False, True])
