@@ -1,4 +1,6 @@
-"""cuDNN's attention: through torch's function, without copies; its trial; where it leaves calls to others."""
+"""cuDNN's attention: torch's function without copies, its operator with the log-sum-exp, trials."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from attention_stubs import by_cudnn
 from backend.parallel import kernel_table as table
 from backend.parallel import kernel_trial
 from backend.parallel.attention_kernels import attend, instead_of_torch
+from backend.parallel.kernel_choice import explained, why_unavailable
 from backend.parallel.kernel_table import SDPA, fits
 
 CPU = torch.device("cpu")
@@ -67,3 +70,33 @@ def test_cudnn_is_tried_with_the_strides_of_requests(given, monkeypatch, is_wron
 def test_cudnn_that_torch_does_not_have_is_refused():
     """As torch for the CPU, which says so itself."""
     assert "RuntimeError: No viable backend" in kernel_trial.failure("cudnn", torch.bfloat16, 64, False, CPU)
+
+
+def operator(trailing=(), off=1.0):
+    """Stand for cuDNN's operator, whose log-sum-exp has a last dimension of 1 since torch 2.9."""
+
+    def call(q, k, v, bias, compute_log_sumexp, dropout, is_causal, return_debug_mask, *, scale):
+        assert bias is None and compute_log_sumexp and not (dropout or is_causal or return_debug_mask)
+        assert all(each.is_contiguous() for each in (q, k, v)), "with other strides it was seen to be wrong"
+        sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
+        return SDPA(q, k, v, scale=scale), (sums * off).reshape(*sums.shape, *trailing), *[None] * 7
+
+    return SimpleNamespace(_scaled_dot_product_cudnn_attention=call)
+
+
+@pytest.mark.parametrize("trailing", [(), (1,)])
+@pytest.mark.parametrize("off", [1.0, 1.4427])
+def test_rings_get_cudnns_log_sum_exp(given, monkeypatch, trailing, off):
+    """Compared in its trial: one in base 2 is refused."""
+    monkeypatch.setattr(table, "aten", operator(trailing, off))
+    q, k, v = projected()
+    _, sums = table.KERNELS["cudnn"].call(q, k, v, 0.3, True)
+    assert sums.shape == q.shape[:3]
+    why = kernel_trial.failure("cudnn", torch.bfloat16, 64, True, CPU)
+    assert why.startswith("its log-sum-exp is off by 2.") if off > 1 else not why
+
+
+def test_cudnn_may_be_chosen_for_rings():
+    facts = ("cudnn", "cuda", torch.bfloat16, 128, [(9, 0)], True)
+    assert why_unavailable(*facts) is None
+    assert "exact, whose log-sum-exp the ring merges by" in explained(*facts)

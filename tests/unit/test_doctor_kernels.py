@@ -31,11 +31,11 @@ class RingLab(StubLab):
         return doctor_lab.Run(torch.ones(4) * (1 + off), 1.0)
 
 
-@pytest.mark.parametrize("wrong", ["", "sdpa", "flash-attn", "sage"])
+@pytest.mark.parametrize("wrong", ["", "sdpa", "flash-attn", "sage", "cudnn"])
 def test_kernels_with_a_log_sum_exp_run_in_a_ring(wrong):
     lab = RingLab(wrong)
     found = [each for each in doctor_kernels.kernels(lab) if "in a ring" in each.text]
-    assert lab.rings == ["sdpa", "flash-attn", "sage"] == [each.values["kernel"] for each in found]
+    assert lab.rings == ["sdpa", "flash-attn", "sage", "cudnn"] == [each.values["kernel"] for each in found]
     assert set(lab.rings) <= {name for name in CHOICES["attention"][1:] if KERNELS[name].lse}
     assert [each.status for each in found] == [PROBLEM if name == wrong else OK for name in lab.rings]
     for each in found:

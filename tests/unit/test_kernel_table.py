@@ -116,7 +116,10 @@ def stand_ins(monkeypatch):
         setattr(module, KERNELS[name].function, FUNCTIONS[name])
         monkeypatch.setitem(sys.modules, KERNELS[name].module, module)
     monkeypatch.setattr(table, "SDPA", by_cudnn)
-    operators = {name: Operator(name) for name in ("_scaled_dot_product_flash_attention",)}
+    operators = {
+        name: Operator(name)
+        for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention")
+    }
     monkeypatch.setattr(table, "aten", SimpleNamespace(**operators))
     return operators
 
@@ -236,7 +239,7 @@ COMBINATIONS = [
     ("sage-3", 96, (12, 0), False, "heads of 64 or 128 features, and this model's have 96"),
     ("sage-3", 128, (9, 0), False, "10.0, 12.0, and there are GPUs of 9.0"),
     ("sage-3", 128, (12, 0), True, "does not return the log-sum-exp by which rings merge"),
-    ("cudnn", 128, (9, 0), True, "set attention to one of sdpa, flash-attn"),
+    ("sage-3", 128, (12, 0), True, "set attention to one of sdpa, cudnn, flash-attn"),
     ("cudnn", 128, (7, 5), False, "8.0 or higher, and there are GPUs of 7.5"),
     ("flash-attn", 256, (12, 0), True, ""),
     ("flash-attn-3", 128, (9, 0), True, ""),
