@@ -68,6 +68,25 @@ def test_kernels_that_do_not_are_refused(kitchen, monkeypatch, product, says):
     assert native_trial.refusals([INT8], CPU) == found
 
 
+def test_both_ways_of_turing_are_tried(kitchen, monkeypatch):
+    """Of few rows, and of as many as images have."""
+    from comfy_kitchen.backends import cuda
+
+    is_fused = cuda._prefer_turing_fused_int8
+    product = kitchen.mm_int8
+    fused = set()
+
+    def few_rows(x, weight):
+        fused.add(is_fused(len(x), weight.shape[1], len(weight)))
+        if False in fused:
+            raise RuntimeError("no product of many rows")
+        return product(x, weight)
+
+    monkeypatch.setattr(kitchen, "mm_int8", few_rows)
+    assert native_trial.refusals([INT8], CPU) == {INT8: "its product failed (no product of many rows)"}
+    assert fused == {True, False}
+
+
 def test_without_comfy_kitchen_nothing_is_tried(monkeypatch):
     monkeypatch.setattr(kernels, "kitchen", lambda: (None, "comfy-kitchen is not installed"))
     assert native_trial.refusals([INT8], CPU) == {INT8: "comfy-kitchen is not installed"}
