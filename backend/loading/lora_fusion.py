@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..hardware.device_memory import is_out_of_memory
 from ..parallel import fsdp
 from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
@@ -19,6 +18,7 @@ from ..quantization.packed_weight import PackedWeight
 from ..units import fine_gigabytes
 from .adapters import cut
 from .checkpoint import Checkpoint
+from .device_or_host import DeviceOrHost
 from .lora_file_bytes import matrix
 from .lora_keys import Lora, LoraUse, open_lora
 from .lora_products import LoraChange, MatrixShard, added_bytes, are_products, first_unscaled, plain
@@ -59,6 +59,7 @@ class FusedWeights:
         self.cuts = cuts
         self.device = device
         self.read_on = read_on or device
+        self.room = DeviceOrHost(device, self.read_on)
         # by module, which stays the same whatever is wrapped around it later
         self.packed = {
             name: weight
@@ -120,6 +121,7 @@ class FusedWeights:
         """
         if stack == self.stack:
             return
+        self.room.is_full = False
         changes = self._changes(stack)
         held = [name for name in changes if name in self.owners or name in self.packed]
         wanted = {name: tuple(change.use for change in self._concerning(name, changes)) for name in held}
@@ -212,14 +214,13 @@ class FusedWeights:
     def _rounded(
         self, name: str, changes: list[LoraChange], wholes, dtype: torch.dtype, here: Span | None
     ) -> Tensor:
-        """Return what ``_value`` sums, rounded once; computed on the host where the device has no room."""
+        """Return what ``_value`` sums, rounded once."""
         arguments = name, changes, wholes, torch.float32 if changes else dtype, here
-        try:
+
+        def compute() -> Tensor:
             return self._value(*arguments).to(dtype)
-        except RuntimeError as error:
-            if not here or self.device == self.read_on or not is_out_of_memory(error):
-                raise
-        return self._value(*arguments, is_full=True).to(dtype)  # what was left by the first try is free here
+
+        return self.room.run(compute) if here else compute()
 
     def _value(
         self,
@@ -228,10 +229,9 @@ class FusedWeights:
         wholes: Mapping[str, Tensor],
         dtype: torch.dtype,
         here: Span | None = None,
-        is_full: bool = False,
     ) -> Tensor:
         """Return this rank's piece of a parameter, or the rows ``here`` of it, under its ``changes``;
-        ``wholes``: parameters that are known as whole matrices. is_full: the device has no room for it."""
+        ``wholes``: parameters that are known as whole matrices."""
         shard = self.cuts.get(name.rpartition(".")[0])
         rows, columns = self._spans(name, self.cuts, here)
         if name in wholes and any(change.adapter.needs_the_whole for change in changes):
@@ -240,7 +240,7 @@ class FusedWeights:
             return piece if len(shape) == 2 else piece.reshape(len(piece), *shape[1:])
         stored = self.checkpoint.stored(name)
         # a plain value is the same wherever it is cast; of whole matrices a card may not have room for more
-        device = self.device if here and stored.is_plain and not is_full else self.read_on
+        device = self.room.place if here and stored.is_plain else self.read_on
         if here and stored.source.shape is None:
             value = self.checkpoint.read(name, dtype, device, Shard((here,), columns))
         else:  # stored in another shape, or no rows at all: some ranks have none
