@@ -7,9 +7,9 @@ The formulas are ComfyUI's (comfy/weight_adapter), in float32: LoRA (arXiv 2106.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, TypeGuard
+from typing import ClassVar, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ SCALES = {"alpha", "dora_scale"}
 
 @dataclass(frozen=True)
 class Adapter(ABC):
-    """A change of a tensor, seen as a matrix of ``shape``; ``keys``: role -> key in ``files``."""
+    """A change of a tensor, seen as a matrix of ``shape``; ``keys``: role -> key in ``files``. ``shared``:
+    what all rows need and was read before; None: nothing is held."""
 
     files: TensorFiles
     keys: Mapping[str, str]
     shape: MatrixShape
+    shared: dict[tuple, Tensor] | None = field(default=None, kw_only=True, compare=False)
 
     #: Sets of roles, one of which a file must have in full.
     ROLES = ()
@@ -100,6 +102,10 @@ class Adapter(ABC):
             return self._read("dora_scale", device, rows=rows).flatten()
         return self._read("dora_scale", device, columns=columns).flatten()
 
+    def for_many_rows(self) -> Self:
+        """Return an adapter that reads what all rows need, as a LoRA's ``down``, once and holds it."""
+        return replace(self, shared={})
+
     def add_to(self, weight: Tensor, strength: float, rows: Spans, columns: Spans) -> Tensor:
         """Return ``weight`` (float32), these rows and columns of it, with the adapter."""
         return weight + strength * self.scale * self.difference(rows, columns, weight.device)
@@ -122,6 +128,16 @@ class Adapter(ABC):
         self, role: str, device: torch.device, rows: Spans | None = None, columns: Spans | None = None
     ) -> Tensor:
         """Read rows and columns (all by default) of the file's tensor, as a matrix in float32."""
+        if rows is not None or self.shared is None:
+            return self._read_anew(role, device, rows, columns)
+        which = role, device, None if columns is None else tuple(columns)
+        if which not in self.shared:
+            self.shared[which] = self._read_anew(role, device, None, columns)
+        return self.shared[which]
+
+    def _read_anew(
+        self, role: str, device: torch.device, rows: Spans | None, columns: Spans | None
+    ) -> Tensor:
         key = self.keys[role]
         if len(self.files.shapes[key]) == 2:
             blocks = [[self.files.read(key, r, c) for c in _slices(columns)] for r in _slices(rows)]

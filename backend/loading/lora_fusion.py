@@ -201,8 +201,9 @@ class FusedWeights:
                 self._set_adapters(name, changes, wholes, scales)
                 continue
             parameter = getattr(*self.owners[name])
+            own = [change.for_many_rows() for change in changes.get(name, [])]
             for rows in fsdp.own_runs(parameter, RUN_VALUES):
-                value = self._rounded(name, changes.get(name, []), wholes, parameter.dtype, rows)
+                value = self._rounded(name, own, wholes, parameter.dtype, rows)
                 fsdp.assign(parameter, value, rows)
 
     def _needs_the_whole(self, name: str, changes: list[LoraChange]) -> bool:

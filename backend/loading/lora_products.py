@@ -33,6 +33,10 @@ class LoraChange:
         values of small ones so small that float16 has few bits for them, or none."""
         return self.use.strength * self.adapter.scale
 
+    def for_many_rows(self) -> "LoraChange":
+        """Return the change by an adapter that reads what all rows need once, and holds it."""
+        return replace(self, adapter=self.adapter.for_many_rows())
+
     @property
     def key(self) -> tuple:
         """Tells an adapter of a file from others, whatever its strength."""

@@ -37,6 +37,29 @@ def test_a_shard_of_fsdp_reads_its_rows_alone(tmp_path):
     assert weights._value(name, changes, {}, torch.float32, Span(256, 256)).shape == (0, 256)
 
 
+def test_what_all_rows_of_a_shard_need_is_read_once(tmp_path, monkeypatch):
+    """For each parameter, of which some rows change at a time; it is held no longer."""
+    flux = Engine(ParallelConfig(), mesh.single())
+    flux.load("m", str(write_checkpoint(tmp_path / "flux-dev.safetensors")), "default")
+    tensors = lora({ATTENTION: (768, 256)}, "comfyui")[0]
+    path = write(tmp_path / "one.safetensors", tensors)
+    weights = flux.models["m"].weights
+    stack = lora_stack([[path, 1.0]])
+    names = [f"transformer_blocks.0.attn.to_{one}.weight" for one in "qkv"]
+    wanted = [weights._value(name, weights._changes(stack)[name], {}, torch.float32) for name in names]
+    read, found = [], []
+    monkeypatch.setattr(fsdp, "own_runs", lambda *_: [Span(lo, lo + 64) for lo in range(0, 256, 64)])
+    monkeypatch.setattr(fsdp, "assign", lambda parameter, value, rows: found.append(value))
+    files = weights.open(stack)[0].adapters[0][1].files
+    uncounted = files.read
+    files.read = lambda key, *others, **named: read.append(key) or uncounted(key, *others, **named)
+    weights.fuse(stack)
+    up, down = (next(key for key in tensors if role in key) for role in ("lora_up", "lora_down"))
+    assert read.count(down) == len(names) and read.count(up) == 4 * len(names)
+    assert torch.allclose(torch.cat(found), torch.cat(wanted), rtol=1e-6, atol=1e-6)
+    assert all(adapter.shared is None for _, adapter in weights.open(stack)[0].adapters)
+
+
 def test_a_shard_is_computed_on_the_rank_s_device(tmp_path):
     """Whatever it was read to; but what is dequantized is where it was, for the same bits, and so are whole
     matrices. The meta device stands for a GPU."""
