@@ -43,9 +43,9 @@ class FusedWeights:
     """The parameters that this rank holds of a loaded ``checkpoint``, with the LoRAs of ``stack`` in them.
 
     ``cuts``: module -> the piece of its weight that a tensor-parallel rank keeps. ``device``: where values
-    are computed. ``read_on``: where the checkpoint was read to: the host for weights that are sharded after
-    that. Quantized values are dequantized there again, for the same bits, but for the norms of DoRA, which
-    are computed on ``device``.
+    are computed; what finds no room there is computed on ``read_on``, where the checkpoint was read to: the
+    host for weights that are sharded after that. Quantized values are dequantized there again, for the same
+    bits, but for the norms of DoRA, which are computed on ``device``.
     """
 
     def __init__(
@@ -256,7 +256,13 @@ class FusedWeights:
         if any(change.adapter.scales_columns for change in self._concerning(name, changes)):
             names, own = self._dependent(name, changes), self._concerning(name, changes)
         spans = {each: self._spans(each, self.cuts) for each in names}
-        return weight_scales(own, spans, self.checkpoint, self.device, self.packed[name].device)
+
+        def compute() -> dict[str, WeightScales]:
+            # of weights that wait on the host only the values are dequantized on the device
+            where = self.read_on if self.room.is_full else self.packed[name].device
+            return weight_scales(own, spans, self.checkpoint, self.room.place, where)
+
+        return self.room.run(compute)
 
     def _set_adapters(
         self, name: str, changes: LoraChanges, wholes: Mapping[str, Tensor], scales: dict[str, WeightScales]

@@ -168,6 +168,7 @@ def with_magnitudes(
 ) -> HeldProducts:
     """Return changes of a weight, some of which have magnitudes, with their factors in them."""
     last = first_unscaled(change.adapter for change in changes)
+    scales = {order: each.map(lambda factors: factors.to(device)) for order, each in scales.items()}
     adapters: dict[Hashable, AddedProduct] = {}
     for change in changes[:last]:
         adapters[change.scaled_key] = product_of(change, shard, device, dtype, scales[change.order])

@@ -16,6 +16,7 @@ from tiny import relative, shallow_flux, write_shallow_flux
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading import lora_fusion, lora_products, magnitudes
+from backend.loading.device_or_host import DeviceOrHost
 from backend.loading.lora_file_bytes import file_bytes
 from backend.loading.lora_keys import lora_stack
 from backend.loading.lora_spellings import stem_of_rows
@@ -227,6 +228,38 @@ def test_magnitudes_of_columns_are_planned_for_each_parameter(kind, tmp_path):
     held = [weight for weight in model.weights.packed.values() if weight.adapters]
     found = [weight.scales.columns for weight in held]
     assert len(found) == 3 and all(each is not None and each.shape == (256,) for each in found)
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr of columns"])
+def test_norms_are_computed_on_the_host_where_the_device_is_full(tmp_path, monkeypatch, kind):
+    """Next to sharded quantized weights, whose checkpoint was read there: no plan counts the memory of a few
+    rows. The meta device stands for a GPU."""
+    path, files = write(tmp_path)
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(path), "fp32", "weight only")
+    weights = engine.models["tiny"].weights
+    changes = weights._changes(lora_stack([[str(files[kind]), 0.7]]))
+    wanted = {name: weights._scales(name, changes)[name] for name in changes}
+    read, tried = weights.checkpoint.read, []
+    error = RuntimeError("CUDA error: an illegal memory access")
+
+    def read_to(name, dtype, device, shard):
+        tried.append(device.type)
+        if device.type == "meta":
+            raise error
+        return read(name, dtype, device, shard)
+
+    monkeypatch.setattr(weights.checkpoint, "read", read_to)
+    weights.room = DeviceOrHost(torch.device("meta"), torch.device("cpu"))
+    first, *others = wanted
+    with pytest.raises(RuntimeError, match="illegal"):
+        weights._scales(first, changes)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    for name, factors in wanted.items():
+        found = weights._scales(name, changes)[name]
+        for order, scales in factors.items():
+            assert all(one.equal(other) for one, other in zip(found[order].tensors, scales.tensors))
+    assert others and tried[:2] == ["meta"] * 2 and {*tried[2:]} == {"cpu"}  # it is not asked again
 
 
 def test_compiled_blocks_have_no_graphs_of_their_own_for_them(tmp_path, monkeypatch):
