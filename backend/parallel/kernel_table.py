@@ -126,12 +126,12 @@ def flash_of_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, lse: bool) -> 
 
 def _cudnn(q, k, v, scale, lse):
     k, v = whole_heads(q, k, v)
-    if not lse:  # as torch's own choice on GPUs of 9.x and 10.x, with strides as they are: the trial has such
+    # diffusers 0.42.1 copies too (attention_dispatch.py): it saw the operator be wrong with other strides.
+    # Until a GPU has shown that it is not, these copies stay.
+    q, k, v = (each.contiguous() for each in (q, k, v))
+    if not lse:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return SDPA(q, k, v, scale=scale), None
-    # As diffusers 0.42.1 does (attention_dispatch.py), which saw the operator itself be wrong with other
-    # strides. A ring's keys and values are contiguous: queries alone are copied.
-    q, k, v = (each.contiguous() for each in (q, k, v))
     operator = aten._scaled_dot_product_cudnn_attention
     out, sums, *_ = operator(q, k, v, None, True, 0.0, False, False, scale=scale)
     return out, sums.reshape(q.shape[:3])  # from (B, H, S, 1) since torch 2.9
