@@ -55,7 +55,8 @@ class ParallelDoctor(io.ComfyNode):
                     default=10.0,
                     min=1.0,
                     max=120.0,
-                    tooltip="Longest time of full, in minutes. What is left is reported as not run.",
+                    tooltip="Longest time of full, in minutes. What is left is reported as not run; slow "
+                    "GPUs need more, and the report says how many.",
                 ),
                 io.Combo.Input(
                     "device",

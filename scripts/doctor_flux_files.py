@@ -29,19 +29,23 @@ def flux_files(lab: Lab) -> Found:
     """Seconds a step and of whole requests of Flux.1's shapes in fp8 and int8 with a LoRA: one rank, Ulysses,
     PipeFusion, and latents against one rank's. The files stay for the check "shapes"."""
     path, request, what = lab.released(FAMILY)
-    files: dict[str, Path] = {}
+    files: dict[str, Path | None] = {}
     for kind in KINDS:
         yield from possible(CHECK, KINDS[kind], make_file, lab, FAMILY, kind, files)
     lora, strength = lab.released_lora(FAMILY)
     loras = [(str(lora), strength)]
     configs = shape_methods(lab, path)
+    order = {  # both files on the same ranks
+        f"{FAMILY}, {KINDS[kind]} with a LoRA, {name}": (name, kind, file)
+        for name in configs
+        for kind, file in files.items()
+        if file
+    }
     one: dict[str, tuple[float, Run]] = {}
-    for name in while_time(lab, configs):
-        for kind, file in files.items():  # of the same ranks
-            lab.check()
-            label = f"{FAMILY}, {KINDS[kind]} with a LoRA, {name}"
-            timed = (label, configs[name], kind, file, loras, request, what, one)
-            yield from possible(CHECK, label, _timed, lab, *timed)
+    for label in while_time(lab, order):
+        name, kind, file = order[label]
+        timed = (label, configs[name], kind, file, loras, request, what, one)
+        yield from possible(CHECK, label, _timed, lab, *timed)
 
 
 def _timed(

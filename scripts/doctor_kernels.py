@@ -39,14 +39,20 @@ def kernels(lab: Lab) -> Found:
     """Attention kernels on one rank: seconds and distance from torch's; rings; each head size by itself."""
     path = lab.flux()
     wanted = lab.run(ParallelConfig(), path, lab.request(path, 2)).samples
-    here = []
+    here: list[str] = []
+    yield from findings("kernels", _timed_kernels, lab, wanted, here)
+    yield from findings("kernels", in_rings, lab, here, wanted, what="in a ring")
+    by_head_size = {f"{kernel} by head size": kernel for kernel in here}
+    for what in while_time(lab, by_head_size):
+        yield from findings("kernels", _head_sizes, lab, by_head_size[what], what=what)
+
+
+def _timed_kernels(lab: Lab, wanted: torch.Tensor, here: list[str]) -> Found:
+    """Time every kernel; add those to ``here`` that can be chosen on this machine."""
     for kernel in while_time(lab, KERNELS):
         for finding in findings("kernels", _kernel, lab, kernel, wanted, what=kernel):
-            here += [kernel] if finding.values else []  # else it cannot be chosen here
+            here += [kernel] if finding.values else []
             yield finding
-    yield from in_rings(lab, here, wanted)
-    for kernel in while_time(lab, here):
-        yield from findings("kernels", _head_sizes, lab, kernel, what=f"{kernel} by head size")
 
 
 def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:

@@ -29,18 +29,21 @@ OF_GPUS = ("compute capability", "only NVIDIA GPUs")
 
 
 def quantized(lab: Lab) -> Found:
-    """A quantized file that multiplies natively, against itself weight only, and the seconds of bf16; then on
-    all ranks, against one."""
+    """Quantized files on all ranks, against one; then on one rank natively against weight only, and bf16's
+    seconds, which any GPU can tell."""
     if importlib.util.find_spec("gguf") is None:
         text = f"{', '.join(OF_GGUF)}: not run, since gguf is not installed, which is optional"
         yield Finding("quantized", OK, text)
     try:
-        for kind in while_time(lab, _kinds()):
+        on_all = tuple(kind for kind in KINDS if kind in _kinds())
+        yield from findings("quantized", on_all_ranks, lab, on_all, what="all ranks")
+        of_one = {f"{kind} on one rank": kind for kind in _kinds()}
+        for what in while_time(lab, of_one):
+            kind = of_one[what]
             for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
                 yield from findings("quantized", _quantized, lab, kind, matmul, what=f"{kind}, {matmul}")
-            if kind not in (*KINDS, CACHED_KIND):
+            if kind != CACHED_KIND:
                 lab.drop("quantized", kind)
-        yield from on_all_ranks(lab, tuple(kind for kind in KINDS if kind in _kinds()))
     finally:
         for kind in ("bf16", *KINDS):  # also where their runs failed
             lab.drop("quantized", kind)

@@ -45,24 +45,22 @@ def on_all_ranks(lab: Lab, kinds: tuple[str, ...]) -> Found:
         yield from failed
         known += [] if failed else [kind]
     configs = _as_run(lab, known[0]) if known else {}
-    for what in while_time(lab, configs):  # all files on the same ranks: to start these takes longest
-        name, config = configs[what]
-        for kind, has_lora in product(known, (False, True)):
-            lab.check()
-            yield from possible("quantized", f"{kind}, {name}", _compared, lab, name, config, kind, has_lora)
-    for kind in kinds:
-        lab.drop("quantized", kind)
+    # all files on the same ranks: to start these takes longest
+    order = {f"{kind}, {name}": (name, kind) for name, kind in product(configs, known)}
+    for what in while_time(lab, order):
+        name, kind = order[what]
+        for has_lora in (False, True):
+            yield from possible("quantized", what, _compared, lab, name, configs[name], kind, has_lora)
 
 
-def _as_run(lab: Lab, kind: str) -> dict[str, tuple[str, ParallelConfig]]:
-    """Return what is run, in turn: in words -> a method's name and degrees, a hybrid of as many ranks where
-    the file of ``kind`` has too few heads or blocks. All kinds have as many."""
+def _as_run(lab: Lab, kind: str) -> dict[str, ParallelConfig]:
+    """Return what is run, in turn: a method's name and degrees, a hybrid of as many ranks where the file of
+    ``kind`` has too few heads or blocks. All kinds have as many."""
     refusal = partial(lab.refusal, lab.quantized(kind))
     as_run = {}
     for name, config in methods(lab.ranks).items():
         own = fitting(refusal, config)[0] or config  # which the ranks refuse
-        own_name = named(name, config, own)
-        as_run[f"{own_name} on all ranks"] = own_name, own
+        as_run[named(name, config, own)] = own
     return as_run
 
 

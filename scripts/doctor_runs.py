@@ -27,7 +27,7 @@ from doctor_place import place, remarks
 from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch, whole_requests
 from doctor_steps import shapes, waits
-from doctor_time import in_order, minutes_of, while_time
+from doctor_time import STEP_SECONDS, while_time
 
 from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import SHARED_GPU
@@ -156,6 +156,8 @@ def speed_of_one(lab: Lab) -> Found:
     """Seconds a step of the mid-size Flux on one rank, with and without a negative prompt."""
     for name, guided in (("one rank", False), ("one rank, cfg", True)):
         seconds, run = timed_alone(lab, guided)
+        if lab.device == "cuda" and not guided:  # estimates are of GPUs
+            lab.one_step = seconds
         values = {"method": name, "seconds": seconds, "timed": run.timed}
         yield Finding("speed", OK, f"{name}: {seconds:.4f} s a step", values)
 
@@ -303,19 +305,45 @@ def full(chosen, facts: Facts, lab: Lab | None = None, began: float | None = Non
         return
     spent = 0.0 if began is None else time.monotonic() - began
     lab = lab or Lab(device, ranks, chosen.minutes, facts.usable, spent)
-    timed = [name for name in names if lab.ranks > 1 or name not in NOT_OF_ONE]
-    fitting, others = in_order(timed, chosen.minutes, lab.spent, lab.ranks)
-    about = f"{lab.ranks} ranks on {lab.device}, at most {chosen.minutes:g} minutes"
-    if others:
-        about += f"; they may be short for {', '.join(others)}, which then end early"
-        about += f" (--minutes {minutes_of(timed, lab.spent, lab.ranks)} has time for all)"
-    yield Finding("full", OK, about, {"fitting": fitting, "others": others})
     try:
-        for index, name in enumerate(names := [name for name in names if name not in others] + others):
-            same = others if name in others else fitting  # the others have what is left
-            lab.begin(name, [each for each in names[index + 1 :] if each in same])
-            yield from findings(name, in_time, lab, RUNS[name])
-            if not set(names[index + 1 :]) & set(OF_FLUX):
-                lab.drop("flux")
+        yield from _in_order(lab, names)
     finally:
         lab.close()
+
+
+def _in_order(lab: Lab, names: list[str]) -> Found:
+    """Run checks, those last that the minutes may be short for: by the estimates, and again by them and by
+    what a step takes here, once that is known."""
+    left = list(names)
+    step = lab.one_step
+    fitting, others = lab.divided(_timed(lab, left))
+    about = f"{lab.ranks} ranks on {lab.device}, at most {lab.minutes:g} minutes"
+    again = lab.device == "cuda" and "speed of one rank" in fitting
+    as_fast = " on GPUs like an H200; what yours need is said after speed of one rank" if again else ""
+    yield _told(lab, about, fitting, others, as_fast)
+    while left:
+        left = [name for name in left if name not in others] + [name for name in left if name in others]
+        name = left.pop(0)
+        same = others if name in others else fitting  # the others have what is left
+        lab.begin(name, [each for each in left if each in same])
+        yield from findings(name, in_time, lab, RUNS[name])
+        if not set(left) & set(OF_FLUX):
+            lab.drop("flux")
+        if lab.one_step != step and left:
+            step = lab.one_step
+            fitting, others = lab.divided(_timed(lab, left))
+            about = f"a step of one rank takes {step / STEP_SECONDS:.1f} times as long as on an H200"
+            yield _told(lab, about, fitting, others)
+
+
+def _timed(lab: Lab, names: list[str]) -> list[str]:
+    """Return the checks that do something on so many ranks."""
+    return [name for name in names if lab.ranks > 1 or name not in NOT_OF_ONE]
+
+
+def _told(lab: Lab, about: str, fitting: list[str], others: list[str], as_fast: str = "") -> Finding:
+    """Say what the minutes have time for, and which have time for all."""
+    if others:
+        about += f"; they may be short for {', '.join(others)}, which then end early"
+        about += f" (--minutes {lab.enough(fitting + others)} has time for all{as_fast})"
+    return Finding("full", OK, about, {"fitting": fitting, "others": others, "step": lab.one_step})

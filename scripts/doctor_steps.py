@@ -21,6 +21,8 @@ BF16 = "bf16"
 KINDS = ("int8_tensorwise", "float8_e4m3fn")
 #: Its bf16 is timed by the check "speed".
 TIMED_BEFORE = "flux-dev"
+#: Steps of the two requests of families whose steps are long: of two to four times the mid-size Flux'.
+STEPS = {"wan21-t2v": (2, 5), "minimax-h3": (2, 5)}
 
 
 def shapes(lab: Lab) -> Found:
@@ -34,22 +36,31 @@ def shapes(lab: Lab) -> Found:
 
 
 def _of_family(lab: Lab, family: str) -> Found:
+    """bf16 on all ranks comes before other formats on one: any GPU can tell what those take."""
     path, request, what = lab.released(family)
-    files = {} if family == TIMED_BEFORE else {BF16: path}
-    for kind in KINDS:
-        yield from possible("shapes", f"{family}, {kind}", make_file, lab, family, kind, files)
+    rounds = [KINDS] if family == TIMED_BEFORE else [(BF16,), KINDS]
     configs = shape_methods(lab, path)
+    order = {  # all files of a round on the same ranks
+        ", ".join([family, *([] if kind == BF16 else [kind]), name]): (name, kind)
+        for kinds in rounds
+        for name in configs
+        for kind in kinds
+    }
+    files: dict[str, Path | None] = {BF16: path}
     one: dict[str, tuple[float, Run]] = {}
-    for name in while_time(lab, configs):
-        for kind, file in files.items():  # of the same ranks
-            lab.check()
-            label = ", ".join([family, *([] if kind == BF16 else [kind]), name])
+    for label in while_time(lab, order):
+        name, kind = order[label]
+        if kind not in files:
+            yield from possible("shapes", f"{family}, {kind}", make_file, lab, family, kind, files)
+        if file := files[kind]:
             timed = (label, configs[name], kind, file, request, what, one)
-            yield from possible("shapes", label, _shape, lab, *timed)
+            yield from possible("shapes", label, _shape, lab, *timed, STEPS.get(family))
 
 
-def make_file(lab: Lab, family: str, kind: str, files: dict[str, Path]) -> list[Finding]:
-    """Write the file of ``kind`` and note it in ``files``; find nothing."""
+def make_file(lab: Lab, family: str, kind: str, files: dict[str, Path | None]) -> list[Finding]:
+    """Write the file of ``kind`` and note it in ``files``, None where that fails, which is then said once;
+    find nothing."""
+    files[kind] = None
     files[kind] = lab.released_quantized(family, kind)
     return []
 
@@ -63,9 +74,10 @@ def _shape(
     request: Callable,
     what: str,
     one: dict[str, tuple[float, Run]],
+    steps: tuple[int, int] | None = None,
 ) -> Finding:
     """``one``: kind -> seconds and run of one rank, which this fills; nothing where they are not known."""
-    seconds, run = lab.step_seconds(config, path, request)
+    seconds, run = lab.step_seconds(config, path, request, steps=steps)
     text = f"{label} ({what}): {seconds:.4f} s a step"
     values = {"method": label, "kind": kind, "seconds": seconds, "timed": run.timed}
     if config.world_size == 1:

@@ -36,6 +36,15 @@ MODE = {
 }
 
 
+class Time:
+    """A clock that stands until somebody spends seconds."""
+
+    seconds = 0.0
+
+    def monotonic(self):
+        return self.seconds
+
+
 def copies(pairs: dict[tuple[int, int], float], host: dict[int, float]) -> Copies:
     """Rates (GB/s) of pairs of GPUs, the same in both directions, and of GPUs from and to host memory."""
     ways: dict[tuple[int | str, int | str], float] = {**pairs, **{(b, a): pairs[a, b] for a, b in pairs}}

@@ -27,7 +27,7 @@ class TimedLab(StubLab):
         super().__init__()
         self.device, self.off = device, off
 
-    def step_seconds(self, config, path, request):
+    def step_seconds(self, config, path, request, steps=None):
         if config.world_size == 1:
             return 1.0, doctor_lab.Run(torch.ones(4), 3.0, timed=[4.0, 3.0, 6.0, 7.0])
         return 0.5, doctor_lab.Run(torch.ones(4) * (1 + self.off), 2.5, timed=[2.5, 3.0, 4.0, 4.5])

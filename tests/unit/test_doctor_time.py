@@ -12,19 +12,10 @@ import pytest
 from doctor_findings import WARNING, OutOfTime
 from doctor_hangs import HungError
 from doctor_sizes import SIZES
-from doctor_stubs import StubLab, full_findings, machine
+from doctor_stubs import StubLab, Time, full_findings, machine
 
 from backend.config import ParallelConfig
 from backend.protocol import Loaded, Sample
-
-
-class Time:
-    """A clock that stands until somebody spends seconds."""
-
-    seconds = 0.0
-
-    def monotonic(self):
-        return self.seconds
 
 
 @pytest.fixture
