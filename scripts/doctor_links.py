@@ -1,10 +1,11 @@
 """What scripts/doctor.py --full says of links between ranks, by the probe of auto."""
 
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found
+from doctor_hangs import SMI_SECONDS, driver_says
 from doctor_lab import Lab
 from doctor_slow_copies import SLOW_LINK
 
-from backend.client.probe_process import UnmeasuredError, hang_remedy
+from backend.client.probe_process import FAILED, UnmeasuredError, hang_remedy
 
 
 def links(lab: Lab) -> Found:
@@ -13,7 +14,13 @@ def links(lab: Lab) -> Found:
         machine = lab.machine()
     except UnmeasuredError as error:
         remedy = error.remedy or "see the problems above"
-        yield Finding("links", PROBLEM, f"ranks could not measure this machine ({error.why}); {remedy}")
+        text = f"ranks could not measure this machine ({error.why}); {remedy}"
+        yield Finding(
+            "links",
+            PROBLEM,
+            text,
+            {"log": _logs() or error.log, "nvidia-smi": driver_says(["nvidia-smi"], SMI_SECONDS)},
+        )
         return
     rates = f"{machine.gemm / 1e12:.2f} TFLOP/s, attention {machine.attention / 1e12:.2f} TFLOP/s"
     text = f"{lab.ranks} ranks on {machine.name}: {rates}, memory {machine.bandwidth / 1e9:.0f} GB/s"
@@ -22,7 +29,8 @@ def links(lab: Lab) -> Found:
     if lab.ranks == 1:
         return
     if machine.links:
-        yield Finding("links", WARNING, f"{machine.links} {hang_remedy(lab.device)}.")
+        text = f"{machine.links} {hang_remedy(lab.device)}."
+        yield Finding("links", WARNING, text, {"log": _logs()})
     text = f"to a neighbour {machine.p2p / 1e9:.2f} GB/s, rings of {_groups(machine.rings)} GB/s"
     text += f", all-to-all among {_groups(machine.all_to_all)} GB/s, latency {machine.latency * 1e6:.0f} us"
     if lab.device == "cuda" and min([machine.p2p, *machine.rings.values()]) < SLOW_LINK:
@@ -30,6 +38,11 @@ def links(lab: Lab) -> Found:
         yield Finding("links", WARNING, f"{text}: slow for GPUs; {remedy}")
     else:
         yield Finding("links", OK, text)
+
+
+def _logs() -> str:
+    """Return the end of what ranks printed in each try that failed, also in those before one that worked."""
+    return "\n\n".join(f"{each.why}:\n{each.log}" for each in FAILED)
 
 
 def _groups(rates: dict[int, float]) -> str:

@@ -37,6 +37,8 @@ MAX_SECONDS = 300.0
 #: Ranks that have imported everything reach each other in seconds; those that hang in NCCL never do. What is
 #: measured after that takes as long as it takes, with many GPUs and slow links more than this.
 ANSWER_SECONDS = 90.0
+#: Bytes at the end of what ranks printed that are kept of a failure.
+LOG_BYTES = 8 << 10
 #: An agent needs this long at most to end ranks that hang.
 END_SECONDS = 8.0
 #: What a failure says that another way between GPUs may fix.
@@ -63,7 +65,9 @@ FULL_GPU = "close what fills a GPU (nvidia-smi shows it), or list the others in 
 
 class UnmeasuredError(BackendError):
     """The ranks that measure this machine failed. why: in words; remedy: what to try, empty where the doctor
-    is to say it; of_links: GPUs may be what did not reach each other."""
+    is to say it; of_links: GPUs may be what did not reach each other; log: the end of what they printed."""
+
+    log = ""
 
     def __init__(self, why: str, remedy: str = "", of_links: bool = False):
         self.why = why
@@ -74,6 +78,10 @@ class UnmeasuredError(BackendError):
         if of_links:  # which degrees by hand would start, too
             last = "gpus of Parallel Config to 1"
         super().__init__(f"Auto could not measure this machine ({why}); {first}, or set {last}.")
+
+
+#: The tries of the last measurement of this process that failed, in their order: for a report.
+FAILED: list[UnmeasuredError] = []
 
 
 def measured_rates(
@@ -88,7 +96,8 @@ def measured_rates(
     works is kept for all ranks that start here, and "links" of the result says so. ``check`` and ``show`` as
     in measurements.machine_rates. Raises UnmeasuredError."""
     ways = nccl_settings.to_try(os.environ) if device == "cuda" and config.world_size > 1 else [{}]
-    failed = []
+    failed = FAILED
+    failed.clear()
     full: UnmeasuredError | None = None
     room = ""
     for way in ways:
@@ -209,17 +218,21 @@ def run(
         finally:
             process.stdin.close()  # by which an agent and its ranks end
             end_process(process, END_SECONDS)
+        if not hangs and not process.returncode:
+            return
+        log.seek(0)
+        text = log.read().decode(errors="replace").strip()
         if hangs:
             what = f"its ranks did not answer within {hangs:.0f} s"
             # those that are still importing say nothing of links, nor those that had too little time
             has_had_time = longest >= MAX_SECONDS and not is_last
             may_be_links = is_started() and (not is_linked() or has_had_time)
             what_to_do = remedy()
-            raise UnmeasuredError(what, what_to_do, of_links=bool(what_to_do) and may_be_links)
-        if process.returncode:
-            log.seek(0)
-            text = log.read().decode(errors="replace").strip()
-            raise _unmeasured(text, process.returncode)
+            error = UnmeasuredError(what, what_to_do, of_links=bool(what_to_do) and may_be_links)
+        else:
+            error = _unmeasured(text, process.returncode)
+        error.log = text[-LOG_BYTES:]
+        raise error
 
 
 def _unmeasured(text: str, code: int) -> UnmeasuredError:

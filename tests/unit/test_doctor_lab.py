@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import doctor_hangs
 import doctor_lab
+import doctor_links
 import doctor_runs
 import doctor_time
 import pytest
@@ -171,11 +172,16 @@ def test_links_that_hang_are_no_circle_back_to_the_doctor(monkeypatch, gpus, tmp
 
     def hang(device, indices, check, show, longest):
         asked.append(longest)
-        raise probe_process.UnmeasuredError("no answer", probe_process.hang_remedy(device), True)
+        error = probe_process.UnmeasuredError("no answer", probe_process.hang_remedy(device), True)
+        error.log = "NCCL WARN connect failed"
+        raise error
 
+    monkeypatch.setattr(doctor_links, "FAILED", [])
+    monkeypatch.setattr(doctor_links, "driver_says", lambda *_: "GPU 1 ERR!")
     monkeypatch.setattr(measurements, "machine_rates", hang)
     (found,) = doctor_runs.links(gpus)
     assert found.status == PROBLEM and "IOMMU" in found.text and "doctor.py" not in found.text
+    assert found.values == {"log": "NCCL WARN connect failed", "nvidia-smi": "GPU 1 ERR!"}
     assert asked[0] < probe_process.MAX_SECONDS
     gpus._until = lambda *_: lambda: None
     with pytest.raises(TimeoutError, match="the ranks hang.*IOMMU.*BIOS"):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import doctor
 import doctor_findings
 import doctor_lab
+import doctor_links
 import doctor_memory
 import doctor_models
 import doctor_runs
@@ -17,6 +18,7 @@ import torch
 from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 
+from backend.client.probe_process import UnmeasuredError
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.hardware.gpu_sharing import SHARED_GPU
@@ -62,6 +64,22 @@ def test_rings_and_the_link_to_the_host_are_told(ring, status):
     assert "from host memory 25.0 GB/s" in rates.text and rates.values["host_link"] == 25e9
     assert f"rings of 2 ranks 50.00, 4 ranks {ring / 1e9:.2f} GB/s" in links.text
     assert rates.values["rings"] == {2: 50e9, 4: ring} and links.status == status
+
+
+def test_ways_that_failed_before_the_one_that_works_are_in_the_report(monkeypatch):
+    """With what NCCL printed in each."""
+    failed = [UnmeasuredError("no answer"), UnmeasuredError("other bytes")]
+    failed[0].log, failed[1].log = "NCCL WARN connect", "NCCL WARN shm"
+    monkeypatch.setattr(doctor_links, "FAILED", failed)
+
+    class Lab(StubLab):
+        def machine(self):
+            return replace(super().machine(), links="GPUs fail to reach each other's memory here.")
+
+    warned = [each for each in doctor_runs.links(Lab()) if each.status == WARNING]
+    assert [each.values["log"] for each in warned] == [
+        "no answer:\nNCCL WARN connect\n\nother bytes:\nNCCL WARN shm"
+    ]
 
 
 @pytest.mark.parametrize(

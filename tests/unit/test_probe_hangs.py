@@ -11,7 +11,8 @@ from backend.client import probe_process
 
 def hang(device: str, **how) -> probe_process.UnmeasuredError:
     """The error of a process that does not end; ``how``: arguments of run()."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    code = "import time; print('x' * 9000, 'NCCL WARN connect failed', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code]
     remedy = partial(probe_process.hang_remedy, device)
     with pytest.raises(probe_process.UnmeasuredError) as failure:
         probe_process.run(command, dict(os.environ), lambda: None, longest=1.0, remedy=remedy, **how)
@@ -23,6 +24,8 @@ def hang(device: str, **how) -> probe_process.UnmeasuredError:
 def test_ranks_that_do_not_answer_are_said_to_hang(device, says, started):
     """In one sentence; the doctor, whose probe it is, too, would send to itself."""
     failure = hang(device, is_started=lambda: started)
+    assert failure.log.endswith("NCCL WARN connect failed")
+    assert len(failure.log) == probe_process.LOG_BYTES
     assert failure.of_links == (started and device == "cuda")  # who still imports says nothing of links
     sentence = str(failure)
     assert "did not answer within 1 s" in sentence and says in sentence and sentence.count(". ") == 0

@@ -141,6 +141,7 @@ way = {name: os.environ[name] for name in os.environ if name.startswith(ways)}
 with open(os.environ["TRIED"], "a") as tried:
     print(json.dumps(way), file=tried)
 if way != json.loads(os.environ["WORKS"]):
+    print("NCCL WARN by", json.dumps(way), flush=True)
     if os.environ["FAILS"] == "hangs":
         time.sleep(600)
     sys.exit(os.environ["FAILS"])
@@ -211,6 +212,8 @@ def test_another_way_between_gpus_is_found_and_kept(measure, works, fails, words
     assert shown == ["GPUs do not reach each other's memory; trying another way between them"] * (
         len(tried) - 1
     )
+    logs = [each.log.splitlines()[0] for each in probe_process.FAILED]  # for a report
+    assert logs == [f"NCCL WARN by {json.dumps(way)}" for way in tried[:-1]]
     assert settings(ulysses_degree=2) == works
     assert settings(cfg_degree=2, ulysses_degree=2) == works  # GPUs 0 to 3
     assert settings(ulysses_degree=2, gpus="2,3") == settings(gpus="1") == {}
