@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
+from doctor_room import more_memory
 from doctor_slow_copies import copies
 from doctor_wheels import IMPORT_SECONDS
 
@@ -257,7 +258,7 @@ def disks(facts: Facts) -> Iterator[Status]:
 def host(facts: Facts) -> Status:
     text = f"{gb(facts.host_memory)} of host memory are free, {facts.cores} cores"
     if facts.host_memory < HOST_MEMORY:
-        return WARNING, f"{text}; close other programs: files of weights are read through it"
+        return WARNING, f"{text}; {more_memory()}: files of weights are read through it"
     if facts.cores < len(facts.gpus):
         return WARNING, f"{text}, fewer than GPUs: each rank needs a core of its own"
     return OK, text

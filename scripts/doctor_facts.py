@@ -20,6 +20,7 @@ from typing import Any
 
 import doctor_build
 import doctor_copies
+import doctor_room
 import doctor_visible
 import torch
 import torch.cuda.nccl
@@ -239,6 +240,11 @@ class Facts:
     def unwritable(self) -> list[str]:
         """Folders of ``disks`` in which this user can make no file."""
         return [name for name, path in _places().items() if not os.access(path, os.W_OK | os.X_OK)]
+
+    @cached_property
+    def is_temporary_in_memory(self) -> bool:
+        """Whether files in the temporary folder take memory."""
+        return doctor_room.lies_in_memory(Path(tempfile.gettempdir()))
 
     @cached_property
     def host_memory(self) -> int:

@@ -11,14 +11,23 @@ from typing import Any, TypeVar
 import torch
 from doctor_files import random_weights, write_flux, write_lora_of, write_quantized, write_quantized_copy
 from doctor_requests import in_batch, in_steps
-from doctor_room import MAX_COPY, delete, model_bytes, need_disk, quantized_bytes, stored_bytes
+from doctor_room import (
+    HELD_OF_COPY,
+    MAX_COPY,
+    delete,
+    model_bytes,
+    need_disk,
+    need_host,
+    quantized_bytes,
+    stored_bytes,
+    weights_bytes,
+)
 from doctor_sizes import Size, timed_blocks
 from doctor_time import Clock
 from torch import Tensor
 
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
-from backend.hardware.device_memory import host_free
 from backend.loading.recognition import open_checkpoint
 from backend.protocol import Sample
 from backend.sampling.validation import check_blocks_and_heads
@@ -131,7 +140,8 @@ class Models(Clock, ABC):
         path, _, _ = self.released(family)
 
         def write():
-            self.need_room(int(MAX_COPY * stored_bytes(path)), f"{family} in {kind}")
+            stored = stored_bytes(path)
+            self.need_room(int(MAX_COPY * stored), f"{family} in {kind}", int(HELD_OF_COPY * stored))
             return write_quantized_copy(path, self.folder / f"released-{family}-{kind}", kind)
 
         return self.kept(("released", family, kind), write)
@@ -164,7 +174,8 @@ class Models(Clock, ABC):
         """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
 
         def write():
-            self.need_room(quantized_bytes(kind, self.size.width), f"the file of {kind}")
+            held = 0 if ("weights",) in self._kept else weights_bytes(self.size.width)
+            self.need_room(quantized_bytes(kind, self.size.width), f"the file of {kind}", held)
             state = self.kept(("weights",), partial(random_weights, self.size.width))
             return write_quantized(self.folder, kind, state)
 
@@ -179,9 +190,9 @@ class Models(Clock, ABC):
         if key in self._kept:
             delete(self._kept.pop(key))
 
-    def need_room(self, size: int, what: str):
-        """Raise NoRoomError where the temporary folder has no room for a file of so many bytes, and OSError
-        where the host has none for the largest model: the system would end the doctor."""
+    def need_room(self, size: int, what: str, held: int = 0):
+        """Raise NoRoomError where the temporary folder has no room for a file of so many bytes, or the host's
+        memory none for making it, with so many ``held`` besides: the system would end the doctor."""
         self.need_time(size, what)
-        self.size.need_host(host_free(swap=False))
+        need_host(size, held, what, self.folder)
         need_disk(size, what, self.folder, self.fresh)

@@ -16,23 +16,15 @@ def timed_blocks(ranks: int) -> int:
 @dataclass(frozen=True)
 class Size:
     """What runs on a kind of device. flux: the mid-size model's arguments beside common.FLUX; side, text: its
-    latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; host:
-    bytes of the largest model in host memory; slack: bytes that a rank may hold besides
-    what is planned."""
+    latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; slack:
+    bytes that a rank may hold besides what is planned."""
 
     flux: dict
     side: int
     text: int
     steps: tuple[int, int]
     width: int
-    host: int
     slack: int
-
-    def need_host(self, free: int):
-        """Raise OSError where so few bytes of host memory are ``free``."""
-        if free < self.host:
-            what = f"{free / 1e9:.1f} GB of host memory are free, less than {self.host / 1e9:.0f}"
-            raise OSError(f"{what} GB that models of --full are made in; close other programs")
 
 
 SIZES = {
@@ -50,8 +42,7 @@ SIZES = {
         text=512,
         steps=(3, 11),
         width=2048,
-        host=8 << 30,  # three blocks of MiniMax-H3 have 5.6 GB
         slack=1_200_000_000,
     ),
-    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 1 << 30, 400_000_000),
+    "cpu": Size(dict(num_layers=2, num_single_layers=4), 32, 64, (2, 5), 256, 400_000_000),
 }

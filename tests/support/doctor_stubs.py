@@ -62,7 +62,12 @@ def machine(**changes) -> Facts:
         smi=("", ""), shared_memory=8 << 30, disks={"temporary folder": 50 << 30}, unwritable=[], cores=16
     )
     healthy |= dict(
-        free_shared_memory=8 << 30, host_memory=64 << 30, open_files=65536, locked_memory=None, loopback=""
+        free_shared_memory=8 << 30,
+        is_temporary_in_memory=False,
+        host_memory=64 << 30,
+        open_files=65536,
+        locked_memory=None,
+        loopback="",
     )
     healthy |= dict(
         variables={}, way="", topology="", build={"pack": "1a2b3c"}, wheels={"diffusers": Wheel("0.42.1")}

@@ -157,7 +157,7 @@ def test_a_gguf_file_takes_no_more_memory_than_its_weights(monkeypatch):
     gguf = pytest.importorskip("gguf")
     monkeypatch.setattr(gguf.quants, "dequantize", None)
     lab, asked = doctor_lab.Lab("cpu", 2, 1.0), []
-    monkeypatch.setattr(lab, "need_room", lambda size, what: asked.append(size))
+    monkeypatch.setattr(lab, "need_room", lambda size, what, held=0: asked.append(size))
     for kind in ("bf16", "Q8_0", "Q4_K"):
         assert lab.quantized(kind).stat().st_size
     assert len(asked) == 3 and ("weights",) in lab._kept

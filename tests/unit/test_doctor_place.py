@@ -83,3 +83,12 @@ def test_numbers_of_the_cpu_do_not_stand_for_gpus(device, facts, runs):
     if not runs:
         (only,) = found
         assert only.status == PROBLEM and "--device cpu runs small models" in only.text
+
+
+@pytest.mark.parametrize("device, warned", [("auto", True), ("cpu", False)])
+def test_files_that_take_memory_are_warned_of(device, warned):
+    """As in /tmp of systems that mount a tmpfs there; those of the CPU are small."""
+    found = remarks(device, 2, machine(is_temporary_in_memory=True))
+    assert [each.status for each in found] == [WARNING] * warned
+    assert not warned or "set TMPDIR to a disk" in found[0].text
+    assert not remarks(device, 2, machine())
