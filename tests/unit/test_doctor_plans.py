@@ -5,6 +5,7 @@ from functools import cache
 import card_plans
 import doctor_quantized_ranks
 import doctor_runs
+import doctor_speed
 import pytest
 import scaling
 from doctor_stubs import StubLab
@@ -41,10 +42,10 @@ def test_sharded_plans_of_quantized_files_are_those_that_they_are_compared_under
 
 
 def test_a_sharded_ring_is_timed(monkeypatch):
-    monkeypatch.setattr(doctor_runs, "timed_or_none", lambda *_: None)
+    monkeypatch.setattr(doctor_speed, "timed_or_none", lambda *_: None)
     lab = StubLab()
     monkeypatch.setattr(lab, "run", lambda config, *_, **how: StubLab.run(lab, ParallelConfig(), *_, **how))
-    timed = {found.values["method"] for found in doctor_runs.speed(lab) if "seconds" in found.values}
+    timed = {found.values["method"] for found in doctor_speed.speed(lab) if "seconds" in found.values}
     assert {"FSDP", "ring, FSDP"} < timed
 
 

@@ -5,6 +5,7 @@ import math
 import doctor_lab
 import doctor_memory
 import doctor_runs
+import doctor_speed
 import doctor_steps
 import pytest
 import torch
@@ -49,7 +50,7 @@ CASES = [
 @pytest.mark.parametrize("method, device, off, status", CASES)
 def test_what_is_timed_is_compared_with_one_rank(method, device, off, status):
     lab, config = TimedLab(device, off), METHODS[method]
-    speed = doctor_runs._speed(lab, method, config, 1.8)
+    speed = doctor_speed._speed(lab, method, config, 1.8)
     one = {"bf16": lab.step_seconds(ParallelConfig(), None, None)}
     shape = doctor_steps._shape(lab, method, config, "bf16", lab.flux(), lab.request, "tiny", one)
     for found in (speed, shape):
@@ -60,7 +61,7 @@ def test_what_is_timed_is_compared_with_one_rank(method, device, off, status):
 def test_whole_requests_are_reported_next_to_the_steady_state():
     """PipeFusion's warm-up, fill and drain are in them."""
     lab = TimedLab("cpu", 0.0)
-    found = doctor_runs._speed(lab, "pipefusion M=2", METHODS["stale"], 1.8)
+    found = doctor_speed._speed(lab, "pipefusion M=2", METHODS["stale"], 1.8)
     assert "(whole requests of 2 steps 1.20 times, of 5 steps 1.50 times)" in found.text
     assert found.values["whole_requests"] == {"2": 1.2, "5": 1.5}
 
@@ -70,7 +71,7 @@ def test_fsdp_is_timed_and_measured(monkeypatch):
     monkeypatch.setattr(
         doctor_memory, "_memory", lambda lab, name, config: measured.append(config.shard_weights) or []
     )
-    timed = [found.values["method"] for found in doctor_runs.speed(lab)]
+    timed = [found.values["method"] for found in doctor_speed.speed(lab)]
     assert "FSDP" in timed
     list(doctor_memory.memory(lab))
     assert measured == [False, False, False, True]  # tensor parallelism before it
