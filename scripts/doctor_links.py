@@ -28,6 +28,8 @@ def links(lab: Lab) -> Found:
     yield Finding("links", OK, text, machine.as_dict())
     if lab.ranks == 1:
         return
+    if machine.line:
+        yield Finding("links", WARNING if machine.is_disturbed else OK, machine.line)
     if machine.links:
         text = f"{machine.links} {hang_remedy(lab.device)}."
         yield Finding("links", WARNING, text, {"log": _logs()})

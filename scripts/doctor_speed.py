@@ -83,9 +83,15 @@ def _ceiling(lab: Lab) -> list[Finding]:
     together, _ = lab.step_seconds(alone, path, partial(lab.request, path, batch=lab.ranks))
     if not one:
         return []
-    ceiling = lab.ranks * one[0] / together
+    ceiling = at_once = lab.ranks * one[0] / together
     text = f"ceiling: {ceiling:.2f} times one rank, {lab.ranks} latents at once"
+    if lab.rates and lab.rates.differs:  # of equal parts the slowest has the last
+        speeds = lab.rates.speeds_of(lab.ranks)
+        ceiling = sum(speeds) / speeds[0]
+        text = f"ceiling: {ceiling:.2f} times the first GPU, by the speeds of links, which differ; "
+        text += f"{lab.ranks} latents at once {at_once:.2f} times"
     values = {"method": "ceiling", "seconds": together, "speedup": ceiling, "latents": lab.ranks}
+    values["at_once"] = at_once
     return [Finding("speed", OK, text, values)]
 
 
@@ -114,6 +120,9 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
         return Finding("speed", PROBLEM, text, values)
     if times >= 1:
         return Finding("speed", OK, text, values)
+    if lab.rates and lab.rates.is_disturbed:
+        why = "slower than one rank, as where one of several like GPUs is slowed down: see links"
+        return Finding("speed", WARNING, f"{text}: {why}", values)
     if lab.rates and lab.rates.differs and not config.shares:
         return Finding("speed", OK, f"{text}: with equal parts the slower GPU decides", values)
     return Finding("speed", WARNING, f"{text}: slower than one rank, as on slow links", values)

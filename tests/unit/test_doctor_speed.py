@@ -1,15 +1,18 @@
 """What scripts/doctor.py --full compares of what it times."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import doctor_lab
+import doctor_links
 import doctor_memory
 import doctor_runs
 import doctor_speed
 import doctor_steps
 import pytest
 import torch
-from doctor_findings import OK, PROBLEM
+from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import StubLab
 
 from backend.config import ParallelConfig
@@ -64,6 +67,51 @@ def test_whole_requests_are_reported_next_to_the_steady_state():
     found = doctor_speed._speed(lab, "pipefusion M=2", METHODS["stale"], 1.8)
     assert "(whole requests of 2 steps 1.20 times, of 5 steps 1.50 times)" in found.text
     assert found.values["whole_requests"] == {"2": 1.2, "5": 1.5}
+
+
+def unlike(names, speeds):
+    """Return rates of GPUs of these names and speeds."""
+    return replace(StubLab().machine(), names=names, speeds=speeds)
+
+
+class UnlikeLab(TimedLab):
+    """Two GPUs of which the first is three times as fast: of equal parts the second decides."""
+
+    def __init__(self, names, speeds=(3.0, 1.0)):
+        super().__init__("cuda", 0.0)
+        self.rates = unlike(names, speeds)
+
+    def step_seconds(self, config, path, request, steps=None):
+        seconds = 3.0 if config.data_parallel_degree > 1 else 1.5 if config.world_size > 1 else 1.0
+        seconds = 0.8 if config.shares else seconds
+        return seconds, replace(super().step_seconds(config, path, request)[1], timed=[])
+
+
+MIXED, THROTTLED = ("RTX 4090", "RTX 3060"), ("RTX 4090", "RTX 4090")
+
+
+@pytest.mark.parametrize("names", [MIXED, THROTTLED])
+def test_the_ceiling_of_unlike_gpus_is_that_of_their_speeds(names):
+    """Not that of latents at once, of which the slower GPU has the last: 0.67 of the first GPU alone."""
+    found = {each.values["method"]: each for each in doctor_speed.speed(UnlikeLab(names))}
+    assert found["ceiling"].values["speedup"] == pytest.approx(4 / 3)
+    assert found["ceiling"].values["at_once"] == pytest.approx(2 / 3)
+    (shares,) = [each for name, each in found.items() if name.startswith("ulysses, shares")]
+    assert shares.values["of_ceiling"] == pytest.approx(1.25 * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    "names, status, says", [(MIXED, OK, "slower GPU"), (THROTTLED, WARNING, "see links")]
+)
+def test_a_card_that_is_slowed_down_is_no_excuse(names, status, says):
+    found = doctor_speed._speed(UnlikeLab(names), "ulysses", METHODS["exact"], 1.8)
+    assert found.status == status and says in found.text
+    lab = TimedLab("cuda", 0.0)
+    lab.machine = partial(unlike, names, (3.0, 1.0))
+    (line,) = [each for each in doctor_links.links(lab) if "GPUs differ" in each.text]
+    assert line.status == status and f"{names[0]} 3.00x" in line.text
+    lab.machine = partial(unlike, THROTTLED, (1.05, 1.0))
+    assert not [each for each in doctor_links.links(lab) if "GPUs differ" in each.text]
 
 
 def test_fsdp_is_timed_and_measured(monkeypatch):
