@@ -62,7 +62,7 @@ def _timed(
     """``one``: kind -> seconds and run of one rank, which this fills; nothing where they are not known."""
     seconds, run = lab.step_seconds(config, path, request, steps=STEPS, loras=loras)
     text = f"{label} ({what}): {seconds:.4f} s a step"
-    values: dict = {"method": label, "kind": kind, "seconds": seconds, "timed": run.timed}
+    values: dict = {"method": label, "kind": kind, "seconds": seconds, "timed": run.timed, **run.loaded}
     if config.world_size == 1:
         one[kind] = seconds, run
         plain = lab.run(config, path, request(STEPS[0]))
@@ -76,7 +76,8 @@ def _timed(
     values |= whole
     text += in_words
     is_right, off = compared(values["distance"], config, lab.device, is_quantized=True)
-    return Finding(CHECK, OK if is_right else PROBLEM, f"{text}, {off}", values)
+    text += f", {off}{run.other_products(single)}"
+    return Finding(CHECK, OK if is_right else PROBLEM, text, values)
 
 
 def _changed(text: str, values: dict, effect: float) -> Finding:

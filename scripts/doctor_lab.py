@@ -43,6 +43,8 @@ PROBE_SECONDS = 90.0
 KERNEL_SECONDS = 120.0
 #: Of benchmarks/peers.py, of a request of each side.
 OVERHEAD_ROUNDS = 5
+#: Of what a load cost a rank (LoadReport), what findings keep.
+LOADED = ("rank", "seconds", "bytes_read", "weight_bytes", "peak_bytes")
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
 #: no float32 limit bears. cuDNN does that by default, and containers ask for it. Ranks inherit them.
 PLAIN_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
@@ -64,6 +66,26 @@ class Run:
     @property
     def notes(self) -> list[str]:
         return self.stats.get("notes", [])
+
+    @property
+    def loaded(self) -> dict:
+        """Return as values of a finding how quantized layers multiply, and what the load cost each rank."""
+        ranks = self.info.get("ranks", [])
+        load = [{key: rank.get(key) for key in LOADED} for rank in ranks]
+        return {"layers": self.info.get("quantized", []), "load": load}
+
+    @property
+    def products(self) -> set[str]:
+        """Return the formats of rank 0's quantized layers, with how they multiply."""
+        return {f"{kind['format']} {kind['multiplication']}" for kind in self.info.get("quantized", [])}
+
+    def other_products(self, single: "Run") -> str:
+        """Say which layers multiply in a way that none of one rank's does; empty where none do. On unlike
+        GPUs all take what the least of them can, and one rank what the first can."""
+        if not self.products - single.products:
+            return ""
+        own, other = (", ".join(sorted(each)) for each in (self.products, single.products))
+        return f"; its layers multiply otherwise ({own}; one rank's {other}), so speeds compare both"
 
 
 class Lab(Models):
@@ -91,6 +113,8 @@ class Lab(Models):
         #: What "links" has measured.
         self.rates: Machine | None = None
         self.hung = Hung()
+        #: Of each launch how many ranks, and in how many seconds they were ready.
+        self.starts: list[dict] = []
         if device == "cpu":  # a rank stands for a GPU: one thread each, or one rank takes the cores of all
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         else:
@@ -109,7 +133,11 @@ class Lab(Models):
     def backend(self, config: ParallelConfig) -> pool.Backend:
         """Return a live backend of that configuration, on this device."""
         pool.allow(self.folder)
-        return pool.backend_for(self._placed(config), self._until(config))
+        began, shown = time.monotonic(), []
+        backend = pool.backend_for(self._placed(config), self._until(config), show=shown.append)
+        if shown:  # as of a launch alone
+            self.starts.append({"ranks": config.world_size, "seconds": time.monotonic() - began})
+        return backend
 
     def _placed(self, config: ParallelConfig) -> ParallelConfig:
         """Return a configuration on this device, on the GPUs that are used."""

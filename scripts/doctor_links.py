@@ -15,12 +15,8 @@ def links(lab: Lab) -> Found:
     except UnmeasuredError as error:
         remedy = error.remedy or "see the problems above"
         text = f"ranks could not measure this machine ({error.why}); {remedy}"
-        yield Finding(
-            "links",
-            PROBLEM,
-            text,
-            {"log": _logs() or error.log, "nvidia-smi": driver_says(["nvidia-smi"], SMI_SECONDS)},
-        )
+        shown = driver_says(["nvidia-smi"], SMI_SECONDS)
+        yield Finding("links", PROBLEM, text, {"log": _logs() or error.log, "nvidia-smi": shown})
         return
     rates = f"{machine.gemm / 1e12:.2f} TFLOP/s, attention {machine.attention / 1e12:.2f} TFLOP/s"
     text = f"{lab.ranks} ranks on {machine.name}: {rates}, memory {machine.bandwidth / 1e9:.0f} GB/s"

@@ -72,12 +72,12 @@ def _quantized(lab: Lab, kind: str, matmul: str) -> Finding:
     text = f"{kind}, {matmul}: {own:.4f} s a step, bf16 {seconds:.4f} s"
     text += f"; latent {distance:.1e} from weight only's"
     values = {"kind": kind, "matmul": matmul, "seconds": own, "bf16": seconds, "distance": distance}
-    values |= {"timed": run.timed, "dequantized_once": run.stats.get("dequantized_once")}
+    values |= {"timed": run.timed, "dequantized_once": run.stats.get("dequantized_once"), **run.loaded}
     status = OK if distance < DRIFT else PROBLEM
     if matmul == "native" and distance == 0:
         status = PROBLEM
         text += ": the product failed, and ranks went on weight only (the end of the ranks' log says why)"
-    return Finding("quantized", status, text, {**values, "layers": str(run.info.get("quantized", ""))})
+    return Finding("quantized", status, text, values)
 
 
 def _timed_file(lab: Lab, kind: str, matmul: str):

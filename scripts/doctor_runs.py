@@ -229,6 +229,20 @@ def _in_order(lab: Lab, names: list[str]) -> Found:
             fitting, others = lab.divided(_timed(lab, left))
             about = f"a step of one rank takes {step / STEP_SECONDS:.1f} times as long as on an H200"
             yield _told(lab, about, fitting, others)
+    if lab.starts:
+        yield _starts(lab.starts)
+
+
+def _starts(starts: list[dict]) -> Finding:
+    """Say in how many seconds ranks started."""
+    seconds = {
+        ranks: [each["seconds"] for each in starts if each["ranks"] == ranks]
+        for ranks in sorted({each["ranks"] for each in starts})
+    }
+    listed = ", ".join(
+        f"{ranks} in {min(times):.1f} to {max(times):.1f} s" for ranks, times in seconds.items()
+    )
+    return Finding("full", OK, f"ranks started {len(starts)} times: {listed}", {"starts": starts})
 
 
 def _timed(lab: Lab, names: list[str]) -> list[str]:

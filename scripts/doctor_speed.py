@@ -46,7 +46,7 @@ def speed_of_one(lab: Lab) -> Found:
         seconds, run = timed_alone(lab, guided)
         if lab.device == "cuda" and not guided:  # estimates are of GPUs
             lab.one_step = seconds
-        values = {"method": name, "seconds": seconds, "timed": run.timed}
+        values = {"method": name, "seconds": seconds, "timed": run.timed, **run.loaded}
         yield Finding("speed", OK, f"{name}: {seconds:.4f} s a step", values)
 
 
@@ -100,6 +100,7 @@ def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -
     seconds, run = lab.step_seconds(config, path, partial(lab.request, path, guided=guided))
     text = f"{name}: {seconds:.4f} s a step"
     values = {"method": name, "seconds": seconds, "timed": run.timed, "sent": run.stats.get("bytes_sent")}
+    values |= run.loaded
     one = timed_or_none(lab, guided)
     if not one:
         return Finding("speed", WARNING, f"{text}; one rank could not be timed", values)

@@ -79,7 +79,7 @@ def _shape(
     """``one``: kind -> seconds and run of one rank, which this fills; nothing where they are not known."""
     seconds, run = lab.step_seconds(config, path, request, steps=steps)
     text = f"{label} ({what}): {seconds:.4f} s a step"
-    values = {"method": label, "kind": kind, "seconds": seconds, "timed": run.timed}
+    values = {"method": label, "kind": kind, "seconds": seconds, "timed": run.timed, **run.loaded}
     if config.world_size == 1:
         one[kind] = seconds, run
         if BF16 in one and kind != BF16:
@@ -94,7 +94,8 @@ def _shape(
         return Finding("shapes", OK, text, values)
     values["distance"] = relative(run.samples, single.samples)
     is_right, off = compared(values["distance"], config, lab.device, kind != BF16)
-    return Finding("shapes", OK if is_right else PROBLEM, f"{text}, {off}", values)
+    text += f", {off}{run.other_products(single)}"
+    return Finding("shapes", OK if is_right else PROBLEM, text, values)
 
 
 def waits(lab: Lab) -> Found:

@@ -177,5 +177,6 @@ def while_time(clock, names: Iterable[str]) -> Iterator[str]:
         try:
             clock.check()
         except OutOfTime as over:
-            raise OutOfTime(f"{', '.join(listed[index:])}: {over}") from None
+            separator = "; " if any("," in each for each in listed) else ", "
+            raise OutOfTime(f"{separator.join(listed[index:])}: {over}") from None
         yield name

@@ -113,6 +113,7 @@ class StubLab(Clock):
         self.rates = None
         self.hung = Hung()
         self.dropped = []
+        self.starts = []
 
     def check(self):
         super().check()

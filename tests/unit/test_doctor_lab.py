@@ -248,3 +248,24 @@ def test_files_of_a_doctor_that_was_killed_go_with_the_next_launch(tmp_path):
     assert stays and folder.parent == place
     private_folder.sweep(place)
     assert not list(place.iterdir())
+
+
+def test_launches_are_timed_and_told(monkeypatch):
+    """Not the backend that is there already."""
+
+    def backend_for(config, check, show):
+        if config.world_size not in launched:
+            launched.append(config.world_size)
+            show("starting")
+        return None
+
+    launched: list[int] = []
+    monkeypatch.setattr(doctor_lab.pool, "backend_for", backend_for)
+    lab = doctor_lab.Lab("cpu", 2, 1.0)
+    for ranks in (1, 2, 2):
+        lab.backend(ParallelConfig(ulysses_degree=ranks))
+    assert [each["ranks"] for each in lab.starts] == [1, 2]
+    lab.starts = [{"ranks": 2, "seconds": seconds} for seconds in (5.04, 4.0)]
+    *_, last = doctor_runs._in_order(lab, [])
+    assert last.text == "ranks started 2 times: 2 in 4.0 to 5.0 s" and last.values["starts"] == lab.starts
+    lab.close()

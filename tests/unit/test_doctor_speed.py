@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import doctor_flux_files
 import doctor_lab
 import doctor_links
 import doctor_memory
@@ -16,6 +17,7 @@ from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import StubLab
 
 from backend.config import ParallelConfig
+from backend.loading.load_report import LoadReport
 
 METHODS = {
     "exact": ParallelConfig(ulysses_degree=2),
@@ -112,6 +114,44 @@ def test_a_card_that_is_slowed_down_is_no_excuse(names, status, says):
     assert line.status == status and f"{names[0]} 3.00x" in line.text
     lab.machine = partial(unlike, THROTTLED, (1.05, 1.0))
     assert not [each for each in doctor_links.links(lab) if "GPUs differ" in each.text]
+
+
+def fp8(multiplication):
+    """Return what a load says of a file in fp8, on two ranks."""
+    layers = [{"format": "float8_e4m3fn", "layers": 76, "bytes": 10**9, "multiplication": multiplication}]
+    ranks = [
+        LoadReport(rank, 0, (0, 10), 10**9, 2 * 10**9, 9 * 10**8, 10**9, 3.5 + rank).as_dict()
+        for rank in range(2)
+    ]
+    return {"quantized": layers, "ranks": ranks}
+
+
+class Fp8Lab(TimedLab):
+    """Ranks of which one multiplies natively, and two as the older of two GPUs can."""
+
+    def step_seconds(self, config, path, request, steps=None, **how):
+        seconds, run = super().step_seconds(config, path, request)
+        own = "native" if config.world_size == 1 or not self.off else "weight only (compute capability 8.6)"
+        return seconds, replace(run, info=fp8(own))
+
+
+@pytest.mark.parametrize("off, says", [(0.0, False), (1e-3, True)])
+@pytest.mark.parametrize("check", ["fp8 and int8", "shapes"])
+def test_files_say_how_their_layers_multiply_and_what_loads_cost(check, off, says):
+    """Of unlike GPUs all ranks multiply otherwise than one."""
+    lab, one = Fp8Lab("cuda", off), {}
+    for config in (ParallelConfig(), METHODS["exact"]):
+        if check == "shapes":
+            arguments = ("ulysses", config, "float8_e4m3fn", lab.flux(), lab.request, "tiny", one)
+            found = doctor_steps._shape(lab, *arguments)
+        else:
+            request = partial(lab.request, lab.flux())
+            arguments = ("ulysses", config, "float8_e4m3fn", lab.flux(), [], request, "tiny", one)
+            found = doctor_flux_files._timed(lab, *arguments)
+        assert found.values["layers"][0]["layers"] == 76
+        assert [each["seconds"] for each in found.values["load"]] == [3.5, 4.5]
+        assert set(found.values["load"][0]) == set(doctor_lab.LOADED)
+    assert found.status == OK and says == ("multiply otherwise (float8_e4m3fn weight only" in found.text)
 
 
 def test_fsdp_is_timed_and_measured(monkeypatch):
