@@ -1,8 +1,11 @@
 """What scripts/doctor.py reads of a machine, from packages and drivers that are not here."""
 
+import re
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
+import doctor_build
 import doctor_checks
 import doctor_facts
 import pytest
@@ -133,3 +136,49 @@ def test_the_name_of_an_amd_gpu_is_read_from_torch(monkeypatch):
     monkeypatch.setattr(doctor_facts.measurements, "free_memory", lambda device, indices: (22 << 30,))
     (gpu,) = Facts(torch=ROCM, smi=("", "")).gpus
     assert gpu.arch == "gfx1100" and Facts(torch=ROCM, gpus=[gpu]).usable == [0]
+
+
+def git(folder, *arguments):
+    named = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *named, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def pack(tmp_path):
+    """The pack within another repository, as in ComfyUI's custom_nodes."""
+    git(tmp_path, "init")
+    git(tmp_path, "commit", "--allow-empty", "-m", "ComfyUI")
+    folder = tmp_path / "custom_nodes" / "parallel-dit"
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text('[project]\nversion = "0.9.1"\n')
+    return folder
+
+
+def test_the_pack_is_not_the_repository_around_it(pack, monkeypatch):
+    assert doctor_build.version_of(pack) == "0.9.1"  # as the registry installs it
+    git(pack, "init")
+    git(pack, "commit", "--allow-empty", "-m", "pack")
+    commit = doctor_build.version_of(pack)
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git refuses "dubious ownership"
+    assert doctor_build.version_of(pack) == commit
+    monkeypatch.setenv("PATH", "")
+    assert doctor_build.version_of(pack) == "0.9.1"
+    (pack / "pyproject.toml").unlink()
+    assert doctor_build.version_of(pack) == "unknown"
+
+
+@pytest.mark.parametrize("sign", [".dockerenv", "run/.containerenv", "KUBERNETES_SERVICE_HOST"])
+def test_a_container_is_known_and_has_its_own_memory(monkeypatch, tmp_path, sign):
+    (tmp_path / "run").mkdir()
+    places = tuple(tmp_path / place.relative_to("/") for place in doctor_build.OF_CONTAINERS)
+    monkeypatch.setattr(doctor_build, "OF_CONTAINERS", places)
+    monkeypatch.setattr(doctor_build, "host_bytes", lambda: 48 * 10**9)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert doctor_build.build()["system"] in ("", "WSL")
+    if sign.isupper():
+        monkeypatch.setenv(sign, "10.0.0.1")
+    else:
+        (tmp_path / sign).write_text("")
+    found = doctor_build.build()
+    assert found["memory"] == "48 GB" and ("Kubernetes" if sign.isupper() else "container") in found["system"]
