@@ -239,10 +239,13 @@ def shared_memory(facts: Facts) -> Status:
         return WARNING, f"{text}, {free / (1 << 20):.0f} MB of them free, too little for NCCL; {remedy}"
     if size >= MIN_SHARED_MEMORY:
         return OK, text
-    remedy = "in a container, start it with --shm-size=8g or --ipc=host"
     direct = all(all(row) for row in facts.peers)
-    what = "NCCL may fail" if direct else "NCCL will fail: GPUs without peer access send through it"
-    return (WARNING if direct else PROBLEM), f"{text}, too little, so {what}; {remedy}"
+    what = "" if direct else ", through which GPUs without peer access send"
+    remedy = (
+        "start a container with --shm-size=8g or --ipc=host; where that cannot be, method auto and --full"
+    )
+    # NCCL 2.24 and later takes host memory elsewhere where CUDA lets it
+    return WARNING, f"{text}, too little for some NCCL{what}; {remedy} find a way that works, perhaps slower"
 
 
 def disks(facts: Facts) -> Iterator[Status]:

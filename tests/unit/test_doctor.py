@@ -125,8 +125,8 @@ ILL: dict[str, tuple[dict, str, str, list[str]]] = {
     "Docker's /dev/shm without peer access": (
         dict(shared_memory=64 << 20, peers=NO_PEERS),
         "/dev/shm",
-        PROBLEM,
-        ["64 MB", "--shm-size", "will fail"],
+        WARNING,
+        ["64 MB", "--shm-size", "GPUs without peer access send", "--full find a way"],
     ),
     "a full disk": (dict(disks={"cache folder": 1 << 20}), "disk", WARNING, ["cache folder", "TMPDIR"]),
     "a closed folder": (dict(unwritable=["temporary folder"]), "disk", PROBLEM, ["temporary", "TMPDIR"]),
