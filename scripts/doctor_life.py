@@ -6,8 +6,8 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, gb, possible
@@ -134,29 +134,36 @@ def _parked(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
     path, backend = lab.flux(), lab.backend(config)
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     _latent(lab, config)  # the weights are there, whatever came before
-    times = [time.monotonic()]
-    _latent(lab, config)
-    times.append(time.monotonic())
     choice = ModelChoice(str(path))
-    left = backend.unload(choice, park=True, check=_until_late(lab, config))
-    times.append(time.monotonic())
+
+    def park() -> list[int]:
+        return backend.unload(choice, park=True, check=_until_late(lab, config))
+
+    _, request = _timed(_latent, lab, config)
+    left, first = _timed(park)
     if choice not in backend.models:
         what = f"parking of {gb(size)} a rank: not parked but freed: the host has no room, or ranks are on "
         what += f"the CPU; {NOTHING}: weights are read from the file again instead"
         return Finding("life", WARNING, what, {"life": "parking", "left": left})
-    status, text, distance = _again(lab, config, wanted)
-    times.append(time.monotonic())
-    seconds = [after - before for before, after in pairwise(times)]
-    back = max(1e-3, seconds[2] - seconds[0])
-    rates = [size / max(1e-3, seconds[1]) / 1e9, size / back / 1e9]
-    what = (
-        f"parking of {gb(size)} a rank: to host memory {rates[0]:.1f} GB/s, back {rates[1]:.1f} GB/s; {text}"
-    )
+    _latent(lab, config)
+    left, second = _timed(park)  # the first one has locked the pages
+    (status, text, distance), last = _timed(_again, lab, config, wanted)
+    seconds = {"request": request, "first": first, "second": second, "back": last - request}
+    rates = {name: size / max(1e-3, seconds[name]) / 1e9 for name in ("first", "second", "back")}
+    what = f"parking of {gb(size)} a rank: to host memory {rates['first']:.1f} GB/s with its pages to be "
+    what += f"locked, {rates['second']:.1f} GB/s again, back {rates['back']:.1f} GB/s; {text}"
     if sorted(left) != list(range(lab.ranks)):
         status = PROBLEM
         what += f"; of {lab.ranks} ranks only {left} gave their weights up"
     values = {"life": "parking", "bytes": size, "seconds": seconds, "distance": distance, "left": left}
     return Finding("life", status, what, values)
+
+
+def _timed(run: Callable, *arguments) -> tuple[Any, float]:
+    """Return what ``run`` returns, and its seconds."""
+    began = time.monotonic()
+    returned = run(*arguments)
+    return returned, time.monotonic() - began
 
 
 def _in_turn(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:

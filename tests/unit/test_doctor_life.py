@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import doctor_hangs
@@ -32,7 +33,7 @@ class Ranks:
     process, closed = SimpleNamespace(silence=""), False
 
     def __init__(self, fault):
-        self.fault, self.models = fault, {ModelChoice("flux"): "flux"}
+        self.fault, self.models, self.parked = fault, {ModelChoice("flux"): "flux"}, 0
         self.other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         self.welcome = SimpleNamespace(pids=[0, self.other.pid])
 
@@ -42,6 +43,8 @@ class Ranks:
         return SimpleNamespace(model=path)
 
     def unload(self, choice, park, check):
+        self.parked += 1
+        time.sleep(0.05 if self.parked == 1 else 0.0)  # pages are locked once
         if self.fault == "frees":
             self.models.pop(choice)
         return [0] if self.fault == "stays" else [0, 1]
@@ -49,7 +52,8 @@ class Ranks:
     def sample(self, message, should_cancel, on_progress=nothing):
         for step in range(1, doctor_life.LONG + 1):
             on_progress(SimpleNamespace(step=step))
-            if self.other.poll() is not None or step > 2 and self.fault != "deaf" and self._is_dead():
+            is_seen = self.other.poll() is not None or step > 2 and self._is_dead()
+            if is_seen and self.fault != "deaf":
                 raise BackendError("a rank ended" if self.fault == "nameless" else "rank 1 was killed")
             if should_cancel() and self.fault != "deaf":
                 return None
@@ -100,6 +104,20 @@ def test_the_life_of_ranks_is_judged(fault, wrong):
     assert {each.status for each in found} <= {OK, PROBLEM}
     assert [each.values.get("life") for each in found] == ["cancel", "parking", "two models", "a killed rank"]
     assert {each.values["life"] for each in found if each.status == PROBLEM} == wrong, found
+
+
+def test_parking_is_timed_with_and_without_locking_pages(tmp_path):
+    lab = LifeLab("")
+    (tmp_path / "a.safetensors").write_bytes(bytes(10**6))
+    lab.flux = lambda: tmp_path
+    lab.ranks_here.models = {ModelChoice(str(tmp_path)): "flux"}
+    try:
+        found = doctor_life._parked(lab, ULYSSES, torch.ones(4))
+    finally:
+        lab.ranks_here.close()
+    seconds = found.values["seconds"]
+    assert found.status == OK and seconds["first"] >= 0.05 > seconds["second"]
+    assert "0.0 GB/s with its pages to be locked" in found.text and "GB/s again, back" in found.text
 
 
 def test_ranks_that_hang_are_ended(monkeypatch):
