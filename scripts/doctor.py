@@ -12,7 +12,7 @@ before --full: both would use the same GPUs.
 
 Each line is ok, warning or problem; --full adds a table of seconds a step at the end. --json writes the lines
 with their numbers, for an issue, as they come, and a chart of the speeds next to it (.png). Ends with 1 where
-there is a problem.
+there is a problem. Ctrl-C ends it with what was found until then.
 """
 
 import argparse
@@ -28,6 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 COLUMNS = 110
+#: Exit status after Ctrl-C, as shells have it.
+INTERRUPTED = 128 + signal.SIGINT
 #: In the environment of the doctor that goes on in the ranks' Python: that Python, and when it began.
 MOVED = "PARALLEL_DIT_DOCTOR_IN"
 SINCE = "PARALLEL_DIT_DOCTOR_SINCE"
@@ -52,16 +54,20 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def show(findings: Iterable, report) -> list:
-    """Print findings as they come, and write them into the ``report``; return them."""
-    shown = []
+def show(findings: Iterable, report, shown: list):
+    """Print findings as they come, write them into the ``report`` and add them to ``shown``."""
     for finding in findings:
-        lead = f"{finding.status:8} {finding.check:18} "
-        print(textwrap.fill(finding.text, COLUMNS, initial_indent=lead, subsequent_indent=" " * len(lead)))
+        print(in_lines(f"{finding.status:8} {finding.check:18} ", finding.text))
         sys.stdout.flush()
         report.add(finding)
         shown.append(finding)
-    return shown
+
+
+def in_lines(lead: str, text: str) -> str:
+    """Wrap a text beside its ``lead``, but nothing that is to be copied: paths, options, names."""
+    wrapper = textwrap.TextWrapper(COLUMNS, break_on_hyphens=False, break_long_words=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = lead, " " * len(lead)
+    return wrapper.fill(text)
 
 
 def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
@@ -136,7 +142,7 @@ def end_with_parent():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks; return the exit status: 1 where there is a problem."""
+    """Run the checks; return the exit status: 1 where there is a problem, 130 after Ctrl-C."""
     chosen = options(arguments)
     signal.signal(signal.SIGTERM, end_in_order)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
@@ -158,18 +164,22 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"problem  json               {chosen.json} cannot be written ({error}); name another file")
         return 1
-    findings, ended = [], "interrupted"
+    findings: list = []
+    ended = "interrupted"
     try:
-        findings = show(checks.quick(facts), report)
+        show(checks.quick(facts), report, findings)
         if chosen.full:
-            findings += show(run_backend(facts, chosen), report)
+            show(run_backend(facts, chosen), report, findings)
         ended = "complete"
+    except KeyboardInterrupt:
+        print("interrupted: this was found until then")
     except SystemExit as end:
         ended = f"signal {end.code - 128}" if isinstance(end.code, int) and end.code > 128 else "exit"
         raise
     finally:
         report.close(ended)
-    return conclude(findings, chosen)
+    status = conclude(findings, chosen)
+    return status if ended == "complete" else INTERRUPTED
 
 
 def conclude(findings: list, chosen: argparse.Namespace) -> int:

@@ -48,7 +48,8 @@ def test_the_file_is_there_from_the_first_moment(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_what_was_found_until_an_interrupt_is_kept(tmp_path, monkeypatch, number):
+def test_what_was_found_until_an_interrupt_is_kept(tmp_path, monkeypatch, capsys, number):
+    """Ctrl-C ends it with what was found, for who looks at it; a signal is another program's."""
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     usual[signal.SIGINT] = signal.default_int_handler  # whatever this was started by ignores
     before = {each: signal.signal(each, handler) for each, handler in usual.items()}
@@ -62,8 +63,12 @@ def test_what_was_found_until_an_interrupt_is_kept(tmp_path, monkeypatch, number
     monkeypatch.setattr("doctor_facts.Facts", machine)
     path = tmp_path / "doctor.json"
     try:
-        with pytest.raises((SystemExit, KeyboardInterrupt)):
-            doctor.main(["--json", str(path)])
+        if number == signal.SIGINT:
+            assert doctor.main(["--json", str(path)]) == 130
+            assert "0 problems, 0 warnings" in capsys.readouterr().out
+        else:
+            with pytest.raises(SystemExit):
+                doctor.main(["--json", str(path)])
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -134,3 +139,13 @@ def test_a_failed_check_has_the_end_of_the_ranks_log(tmp_path, monkeypatch):
     found = doctor_report.with_log(Finding("methods", "problem", "it ended", {"traceback": "..."}))
     assert found.values["log"].endswith("ibv_reg_mr failed") and len(found.values["log"]) == status.LOG_BYTES
     assert doctor_report.with_log(FOUND) is FOUND
+
+
+def test_what_is_to_be_copied_is_not_broken():
+    path = "/opt/" + "a-long-folder/" * 9 + "bin/python"
+    lines = doctor.in_lines(
+        "problem  packages  ", f"run: {path} -m pip install --upgrade comfy-kitchen"
+    ).split("\n")
+    assert len(lines) > 1 and any(line.split() == [path] for line in lines)
+    text = " ".join(f"word {count} --shm-size=8g" for count in range(20))
+    assert "-" not in {line[-1] for line in doctor.in_lines("ok ", text).split("\n")}
