@@ -26,6 +26,7 @@ import torch
 import torch.cuda.nccl
 from doctor_copies import Copies
 from doctor_hangs import driver_says
+from doctor_under_load import UnderLoad
 from doctor_wheels import WHEELS, Wheel, is_installed, tried
 
 from backend.client import dependencies, driver_query, measurements, nccl_settings, rank_environment
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Fields that nvidia-smi is asked for.
 SMI_FIELDS = (
     *("index", "name", "driver_version", "compute_mode", "mig.mode.current"),
-    *("pcie.link.width.current", "pcie.link.width.max", "pcie.link.gen.current"),
+    *("pcie.link.width.current", "pcie.link.width.max", "pcie.link.gen.current", "pcie.link.gen.max"),
     *("power.limit", "temperature.gpu", "clocks.sm", "uuid"),
 )
 #: Variables that change what ranks and NCCL do.
@@ -212,7 +213,13 @@ class Facts:
         ranks run."""
         if self.platform == "win32":
             return Copies()
-        return doctor_copies.measured({gpu.index: gpu.free for gpu in self.gpus if gpu.index in self.usable})
+        free = {gpu.index: gpu.free for gpu in self.gpus if gpu.index in self.usable}
+        if not free:
+            return Copies()
+        with UnderLoad() as seen:
+            copies = doctor_copies.measured(free)
+        self.driver_in_copies = seen.rows  # for who reads the report
+        return copies
 
     @cached_property
     def way(self) -> str:

@@ -1,6 +1,7 @@
 """The checks "speed of one rank" and "speed" of scripts/doctor.py --full: seconds a step of the
 mid-size Flux."""
 
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,14 @@ from doctor_lab import Lab, relative
 from doctor_limits import compared
 from doctor_requests import whole_requests
 from doctor_time import while_time
+from doctor_under_load import UnderLoad, judged
 
 from backend.config import ParallelConfig
 from backend.protocol import BackendError, RefusedError
 from backend.shares import written
+
+#: In which all GPUs compute while nvidia-smi is asked, which takes a part of one.
+LOAD_SECONDS = 2.0
 
 
 def timed_alone(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run]:
@@ -72,6 +77,8 @@ def speed(lab: Lab) -> Found:
     for finding in possible("speed", "ceiling", _ceiling, lab):
         ceiling = finding.values.get("speedup")
         yield finding
+        if lab.device == "cuda" and "seconds" in finding.values:
+            yield from possible("speed", "GPUs under load", _under_load, lab, finding.values["seconds"])
     for name in while_time(lab, configs):
         yield from possible("speed", name, _speed, lab, name, configs[name], ceiling)
 
@@ -93,6 +100,17 @@ def _ceiling(lab: Lab) -> list[Finding]:
     values = {"method": "ceiling", "seconds": together, "speedup": ceiling, "latents": lab.ranks}
     values["at_once"] = at_once
     return [Finding("speed", OK, text, values)]
+
+
+def _under_load(lab: Lab, step: float) -> list[Finding]:
+    """Ask nvidia-smi while all GPUs compute for LOAD_SECONDS, of so many seconds a ``step``."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    path, config = lab.flux(), ParallelConfig(data_parallel_degree=lab.ranks)
+    request = lab.request(path, max(2, round(LOAD_SECONDS / step)), batch=lab.ranks)
+    with UnderLoad() as seen:
+        lab.run(config, path, request)
+    return judged(seen.rows)
 
 
 def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -> Finding:

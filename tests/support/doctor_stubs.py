@@ -32,7 +32,13 @@ ENDED = Ended(0, 1.0)
 MODE = {
     **{"index": "0", "name": "H100", "driver_version": "580.1", "compute_mode": "Default"},
     **{"mig.mode.current": "Disabled", "pcie.link.width.current": "16", "pcie.link.width.max": "16"},
-    **{"pcie.link.gen.current": "5", "power.limit": "700.00", "temperature.gpu": "31", "clocks.sm": "345"},
+    **{
+        "pcie.link.gen.current": "1",
+        "pcie.link.gen.max": "5",
+        "power.limit": "700.00",
+        "temperature.gpu": "31",
+        "clocks.sm": "345",
+    },
 }
 
 

@@ -70,7 +70,7 @@ def test_a_driver_that_was_updated_while_it_ran_asks_for_a_restart(monkeypatch):
 
 
 def test_warnings_of_the_driver_are_no_gpus(monkeypatch):
-    row = "0, NVIDIA GeForce RTX 4090, 550.90, Default, [N/A], 16, 16, 4, 450.00, 41, 210, GPU-1a\n"
+    row = "0, NVIDIA GeForce RTX 4090, 550.90, Default, [N/A], 16, 16, 1, 4, 450.00, 41, 210, GPU-1a\n"
     answer = SimpleNamespace(stdout="WARNING: infoROM is corrupted, gpu 0\n" + row, stderr="", returncode=0)
     monkeypatch.setattr(doctor_facts.shutil, "which", lambda name: name)
     monkeypatch.setattr(doctor_facts.driver_query, "answer", lambda *_: answer)
