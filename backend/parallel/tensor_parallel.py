@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..models.patterns import matches
 from ..quantization import packed_weight
@@ -172,10 +171,13 @@ def regroup(transformer: nn.Module, old: Mesh, new: Mesh):
 
 
 def _own_features(block, args, kwargs, signature, names, mine: Span, groups: int):
-    """Cut a block's arguments ``names``, tensors or tuples of them, to this rank's groups of heads."""
+    """Cut those arguments of a block that run over the features of all heads, of which this rank has the
+    groups ``mine``: tensors, or tuples of them."""
     bound = signature.bind(*args, **kwargs)
     for name in names:
-        bound.arguments[name] = tree_map(partial(_own_heads, mine=mine, groups=groups), bound.arguments[name])
+        whole = bound.arguments[name]
+        cut = [_own_heads(x, mine, groups) for x in (whole if isinstance(whole, tuple) else (whole,))]
+        bound.arguments[name] = tuple(cut) if isinstance(whole, tuple) else cut[0]
     return bound.args, bound.kwargs
 
 
