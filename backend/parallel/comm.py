@@ -63,6 +63,7 @@ def begin_all_to_all(
     under_way = [(require_work(work), flat, received)]
 
     def end() -> Tensor:
+        assert under_way, "an all-to-all is waited for once"
         work, _, received = under_way.pop()
         with WAIT_CLOCK:
             work.wait()
@@ -131,9 +132,13 @@ def gather(x: Tensor, lengths: list[int], axis: Axis, mechanism: str) -> Tensor:
         return x
     whole = x.new_empty(sum(lengths), *x.shape[1:])
     own, *others = whole.split(lengths)
-    own.copy_(x)
-    sources = zip(others, axis.ranks[1:])
-    _finish([dist.P2POp(dist.irecv, other, source, axis.group) for other, source in sources])
+    waiting = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, other, source, axis.group) for other, source in zip(others, axis.ranks[1:])]
+    )
+    own.copy_(x)  # while the others' are under way
+    with WAIT_CLOCK:
+        for work in waiting:
+            work.wait()
     return whole
 
 
