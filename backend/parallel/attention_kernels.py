@@ -104,7 +104,7 @@ def attend_lse(
 
 def _lse_kernel(kernel, q, k, v, mask, scale):
     kernel_entry = kernel_of(kernel)
-    if kernel_entry.call is not None and fits(kernel, q, k, masked=mask is not None, lse=True):
+    if q.is_cuda and kernel_entry.call is not None and fits(kernel, q, k, masked=mask is not None, lse=True):
         return kernel_entry.call(q, *whole_heads(q, k, v), scale, True)
     if not _takes_groups(q, mask):
         k, v = whole_heads(q, k, v)
