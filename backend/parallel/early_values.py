@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,21 @@ class EarlyValues:
 QUERY_OF = {"to_v": "to_q", "to_value": "to_query", "add_v_proj": "add_q_proj", "to_v_t": "to_q_t"}
 
 
+class ValueHook(Protocol):
+    """What value layers ask and tell: attention_hook.Attention, which imports this module."""
+
+    @property
+    def sends_values(self) -> bool: ...
+
+    def note_values(self, index: int, count: int, made: Tensor): ...
+
+
 @dataclass
 class ValueLayer:
-    """Calls a value layer before its query layer, where values travel alone and the layer runs no collective.
+    """Calls a block's value layer before its query layer, so that values can travel during both products:
+    where they travel alone and the layer runs no collective.
 
-    place, count: of this layer among those of its group. attention: returns the hook (attention_hook.py).
+    place, count: of this layer among those of its group. attention: returns the hook of the mesh of now.
     x, made: the layer's input and its values, from the early call until the block's own call.
     """
 
@@ -51,7 +61,7 @@ class ValueLayer:
     name: str
     place: int
     count: int
-    attention: Callable[[], Any]
+    attention: Callable[[], ValueHook]
     x: Tensor | None = None
     made: Tensor | None = None
 
@@ -104,8 +114,11 @@ def _communicates(layer: nn.Module) -> bool:
     return is_gathered or getattr(weight, "max_over_token_ranks", None) is not None
 
 
-def watch_values(block: nn.Module, blocks: Blocks, attention: Callable[[], Any]) -> list[RemovableHandle]:
-    """Hook the value layers of a block (Blocks.values); return the hooks. ``attention``: as ValueLayer's."""
+def watch_values(
+    block: nn.Module, blocks: Blocks, attention: Callable[[], ValueHook]
+) -> list[RemovableHandle]:
+    """Hook the value layers of a block (Blocks.values), and return the hooks. ``attention``: returns what is
+    given the values (B, tokens, features) of each layer, and says whether they are made early."""
     handles = []
     modules = dict(block.named_modules(remove_duplicate=False))
     for names in blocks.values:

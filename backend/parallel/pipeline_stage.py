@@ -67,8 +67,8 @@ class Stage:
         #: Whether references enter before the text does.
         self.references_first = False
         self.hooks = []
-        for block in self.own_blocks:
-            self.hooks += watch_values(block, family.blocks, lambda: self.attention)  # of the mesh of then
+        for block in self.own_blocks:  # ``join`` makes another Attention: each call asks for that of now
+            self.hooks += watch_values(block, family.blocks, lambda: self.attention)
         if family.blocks.output_layer:
             output_layer = transformer.get_submodule(family.blocks.output_layer)
             self.hooks.append(output_layer.register_forward_hook(self._fill))
