@@ -13,8 +13,8 @@ from ..errors import reason
 from ..hardware.gpu_kernels import Capability
 from .kernel_table import HALF, KERNELS, MIN_APPROXIMATE_KEYS, Kernel, kernel_of
 
-#: The remedy that always helps.
-AUTO = "set attention to auto."
+#: The remedy that always helps, as the end of a sentence.
+REMEDY = "set attention to auto."
 
 
 @cache
@@ -46,24 +46,26 @@ def why_unavailable(
 
 
 def _not_able(kernel: Kernel, device, dtype, head_size, capabilities, ring) -> str | None:
+    """Return what the table says against it: the rest of the sentence after "attention is NAME,"; None where
+    that is nothing."""
     if device != "cuda":
-        return f"which runs on CUDA GPUs only, and this backend runs on the {device}; {AUTO}"
+        return f"which runs on CUDA GPUs only, and this backend runs on the {device}; {REMEDY}"
     if torch.version.hip and not kernel.rocm:
         version = torch.__version__
-        return f"which has kernels for NVIDIA GPUs only, and torch {version} is for AMD's; {AUTO}"
+        return f"which has kernels for NVIDIA GPUs only, and torch {version} is for AMD's; {REMEDY}"
     if dtype not in HALF:
         return (
             f"which needs bf16 or fp16 weights, and the model is {dtype}; set weight_dtype to bf16 or "
             f"attention to auto."
         )
     if head_size and not kernel.has_head(head_size):
-        return f"which has kernels for {kernel.heads_in_words}, and this model's have {head_size}; {AUTO}"
+        return f"which has kernels for {kernel.heads_in_words}, and this model's have {head_size}; {REMEDY}"
     unknown = sorted(gpu for gpu in capabilities if not kernel.has_gpu(gpu))
     if unknown:
         gpus = ", ".join(f"{major}.{minor}" for major, minor in unknown)
         return (
             f"which has kernels for GPUs of compute capability {kernel.gpus_in_words}, and there are GPUs "
-            f"of {gpus}; {AUTO}"
+            f"of {gpus}; {REMEDY}"
         )
     if ring and not kernel.lse:
         able = ", ".join(other for other, row in KERNELS.items() if row.lse)
@@ -75,32 +77,34 @@ def _not_able(kernel: Kernel, device, dtype, head_size, capabilities, ring) -> s
 
 
 def _not_active(kernel: Kernel) -> str | None:
+    """Return why torch does not activate it, as _not_able."""
     known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
     if not kernel.torch_impl or kernel.torch_impl in known:
         return None
     return (
         f"which torch {torch.__version__} cannot activate (it knows {', '.join(known) or 'none'}); install a "
-        f"newer torch or {AUTO}"
+        f"newer torch or {REMEDY}"
     )
 
 
 def _not_importable(kernel: Kernel) -> str | None:
+    """Return why its package cannot be used, as _not_able."""
     module = kernel.module
     if not module:
         return None
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return f"but the package {module} is not installed; {kernel.install}, or {AUTO}"
+        return f"but the package {module} is not installed; {kernel.install}, or {REMEDY}"
     error = import_error(module)
     function = getattr(sys.modules.get(module), kernel.function, None)
     if error or function is None:
         error = error or f"it has no {kernel.function}"
         return (
             f"but the package {module} cannot be imported ({error}); install one that was built for torch "
-            f"{torch.__version__}, or {AUTO}"
+            f"{torch.__version__}, or {REMEDY}"
         )
     if not kernel.parameter or kernel.parameter in inspect.signature(function).parameters:
         return None
-    return f"but the package {module} here is {kernel.older}; {kernel.build}, or {AUTO}"
+    return f"but the package {module} here is {kernel.older}; {kernel.build}, or {REMEDY}"
 
 
 def explained(
