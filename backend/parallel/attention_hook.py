@@ -232,27 +232,29 @@ class Attention:
     def _of_own_heads(self, q, kv: Sequence[Tensor], call: BlockCall, mask, scale, key_kind: str, where):
         """Attend with the heads that this Ulysses rank has, to the tokens of its group and of the ring."""
         tokens = call.tokens
-        ring = self.mesh.ring
-        has_static_text = call.static_text and key_kind == "joint"
         if self.buffers is not None:
             k, v = self._refresh(call, self.buffers, kv, key_kind, where)
             return self._attend(q, k, v, self.masks.cut(tokens, mask, key_kind, self.own, None), scale)
-        if has_static_text:
-            masks = [self.masks.cut_static_text(tokens, mask, ranks) for ranks in self.groups]
-            both = [self._after_static_text(call, kv, where)]
-        else:
-            masks = [self.masks.cut(tokens, mask, key_kind, self.own, ranks) for ranks in self.groups]
-            if ring.size == 1:
-                k, v = kv
-                return self._attend(q, k, v, masks[0], scale)
-            both = [torch.stack(list(kv))]  # a copy, freed once it has been sent and attended to
-        if ring.size == 1:
+        if call.static_text and key_kind == "joint":
+            return self._with_static_text(call, q, kv, mask, scale, where)
+        masks = [self.masks.cut(tokens, mask, key_kind, self.own, ranks) for ranks in self.groups]
+        if self.mesh.ring.size == 1:
+            k, v = kv
+            return self._attend(q, k, v, masks[0], scale)
+        counts = self._group_counts(tokens, key_kind)
+        both = [torch.stack(list(kv))]  # a copy, freed once it has been sent and attended to
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, self.mesh.ring, masks, scale, self.wire)
+
+    def _with_static_text(self, call: BlockCall, q, kv: Sequence[Tensor], mask, scale, where: tuple):
+        """Attend to the image's keys and values and the text's, cached from the call that had its tokens."""
+        tokens = call.tokens
+        masks = [self.masks.cut_static_text(tokens, mask, ranks) for ranks in self.groups]
+        both = [self._after_static_text(call, kv, where)]
+        if self.mesh.ring.size == 1:
             k, v = both.pop()
             return self._attend(q, k, v, masks[0], scale)
-        if has_static_text:
-            tokens = replace(tokens, text=Span(0, tokens.sequence.text))
-        counts = self._group_counts(tokens, key_kind)
-        return ulysses_ring.ring_attend(self.kernel, q, both, counts, ring, masks, scale, self.wire)
+        counts = self._group_counts(replace(tokens, text=Span(0, tokens.sequence.text)), "joint")
+        return ulysses_ring.ring_attend(self.kernel, q, both, counts, self.mesh.ring, masks, scale, self.wire)
 
     def _group_counts(self, tokens: TokenShards, kind: str) -> list[int]:
         lengths = tokens.lengths(kind)

@@ -146,7 +146,7 @@ def ring_attend(
     own: list[Tensor],
     lengths: list[int],
     axis: Axis,
-    masks: Sequence[Tensor | None] | None,
+    masks: Sequence[Tensor | None],
     scale: float | None,
     wire: str = FULL,
 ) -> Tensor:
@@ -168,9 +168,7 @@ def ring_attend(
         incoming = pass_on(travelling, shape, axis, "ring") if hop + 1 < axis.size else None
         if lengths[source] and q.shape[2]:
             here = unpack(travelling, dtype) if hop else kv
-            block, block_lse = attend_lse(
-                kernel, q, here[0], here[1], mask=masks[source] if masks else None, scale=scale
-            )
+            block, block_lse = attend_lse(kernel, q, here[0], here[1], mask=masks[source], scale=scale)
             out, lse = merge_block(out, lse, block.transpose(1, 2), block_lse)
             del here, block
         if incoming:

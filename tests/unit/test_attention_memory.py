@@ -129,7 +129,7 @@ def test_a_ring_merges_in_one_float32_copy_of_a_block(monkeypatch):
     monkeypatch.setattr(ulysses_ring, "pass_on", lambda *_: lambda: next(arriving))
     axis = Axis(GROUP, 0, ranks, (0, 2, 1))  # pyright: ignore[reportArgumentType]  # nothing is sent
     with torch.inference_mode(), LiveMemory() as memory:
-        found = ulysses_ring.ring_attend("auto", q, [keys[0]], [512] * ranks, axis, None, None)
+        found = ulysses_ring.ring_attend("auto", q, [keys[0]], [512] * ranks, axis, [None] * ranks, None)
     one = q.numel() * torch.float32.itemsize
     assert memory.peak < 2.6 * one
     want = F.scaled_dot_product_attention(q.float(), *torch.cat(keys, dim=3).float())
