@@ -103,7 +103,8 @@ class Denoiser:
 
     @property
     def planned_calls(self) -> int:
-        return sum(len(contexts) for index in range(len(self.plan)) for _, contexts in self._calls(index))
+        """The calls of the model that this rank makes."""
+        return sum(len(contexts) for index in range(len(self.plan)) for _, contexts in self._calls(index)[1])
 
     def _begin(self):
         request = self.request
@@ -154,24 +155,23 @@ class Denoiser:
         before = self.request.prompts_at(self.plan[index - 1].sigma) if index else ()
         return set(self.request.prompts_at(evaluation.sigma)) <= set(before)
 
-    def _calls(self, index: int) -> list[tuple[Patch, list[StepContext]]]:
-        """Return the patches of an evaluation with their micro-batches."""
+    def _calls(self, index: int) -> tuple[tuple[str, ...], list[tuple[Patch, list[StepContext]]]]:
+        """Return this rank's prompts of an evaluation, and its patches with their micro-batches."""
         prompts = self._own(self.request.prompts_at(self.plan[index].sigma))
         patches = self.patches if self._is_stale(index) else [self.whole]
-        return [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
+        return prompts, [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
 
     def _evaluate(self, index: int):
         plan = self.plan
         evaluation = plan[index]
         opens = index == 0 or plan[index - 1].step != evaluation.step
         closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
-        calls = self._calls(index)
+        prompts, calls = self._calls(index)
         contexts = [context for _, micro_batches in calls for context in micro_batches]
         done = ahead = 0
         for patch, micro_batches in calls:
             if self.first_stage:
                 self._collect_until(patch)
-                prompts = tuple(dict.fromkeys(context.prompt for context in micro_batches))
                 ends = closes and patch is calls[-1][0]
                 self.pending.append(Pending(patch, evaluation, prompts, opens_step=opens, closes_step=ends))
             for context in micro_batches:
