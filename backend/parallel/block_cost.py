@@ -138,7 +138,9 @@ def layer_tokens(block: nn.Module, list_name: str, family) -> dict[str, LayerTok
             latent = family.blocks.latent_of(name)
             is_control = matches(name, family.blocks.control_layers)
             divided = "" if matches(name, family.blocks.flop_shares) else "image"
-            of_layer[name] = LayerTokens(True, not apart, latent, is_control, divided)
+            of_layer[name] = LayerTokens(
+                image=True, text=not apart, latent=latent, is_control=is_control, divided=divided
+            )
     return of_layer
 
 

@@ -43,13 +43,15 @@ def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str):
     kind = dtype_name(dtype)
     is_half = dtype == torch.float16
     if not kernel_of(attention).exact:
-        remedy = "set attention to auto" + ", or weight_dtype to bf16 or fp32" * is_half
+        remedy = "set attention to auto" + (", or weight_dtype to bf16 or fp32" if is_half else "")
         raise UnsupportedError(
             f"{name} has computed NaN or infinity in every value, in {kind} and with attention {attention}, "
             f"which is approximate and may not hold what it computes; {remedy}, and if that does not help, "
             f"download the file again."
         )
-    remedy = "set weight_dtype to bf16 or fp32, or " * is_half + "download it again"
+    remedy = "download it again"
+    if is_half:
+        remedy = "set weight_dtype to bf16 or fp32, or download it again"
     raise UnsupportedError(
         f"{name} has computed NaN or infinity in every value, in {kind}: its weights hold such values, or "
         f"{kind} does not hold what it computes; {remedy}."
