@@ -38,7 +38,8 @@ class KVBuffers:
     def refresh(
         self, where: tuple, kv: Sequence[Tensor], positions: slice | Tensor, total: int, context: StepContext
     ) -> tuple[Tensor, ...]:
-        """Write fresh keys and values (b, H, n, D) at the ``positions`` (n,); return all (b, H, total, D)."""
+        """Write fresh keys and values, each (b, H, n, D), at the ``positions`` (n,) of the samples of
+        ``context``; return those samples' (b, H, total, D) to attend to."""
         _, heads, tokens, size = kv[0].shape
         if where not in self.current:
             self.current[where] = kv[0].new_empty(len(kv), self.batch, heads, total, size)

@@ -40,7 +40,8 @@ class StageDone(Exception):
 
 
 class Stage:
-    """Wraps a transformer's blocks for this rank's place; those outside ``blocks`` (on meta) never run."""
+    """Wraps ``transformer``'s blocks for this rank's place on the mesh; those outside ``blocks``, which may
+    be meta tensors, never run."""
 
     def __init__(self, transformer: nn.Module, family: Family, mesh: Mesh, blocks: range):
         self.family = family
@@ -269,7 +270,8 @@ class Stage:
         return {**returned, "text": text[:, :0]} if dummy and text is not None else returned
 
     def _check_calls(self, index: int, block: nn.Module, call: BlockCall):
-        """Raise UnsupportedError if attention passed by the hook: it would be to this rank's tokens alone."""
+        """Raise UnsupportedError where a block's attention did not come through the hook: its tokens would
+        have attended to this rank's alone."""
         blocks = self.family.blocks
         count = blocks.count_attention_calls
         expected = count(block) if count else len(blocks.attention)

@@ -36,7 +36,8 @@ MIN_TOKENS_TO_HALVE = 2048
 
 
 class ShardedLinear(nn.Module):
-    """A linear layer of which this rank holds a piece, plain or quantized; it is named as nn.Linear's."""
+    """A linear layer of which this rank holds a piece, plain or quantized; parameter names stay those of
+    nn.Linear."""
 
     weight: nn.Parameter | packed_weight.PackedWeight
 

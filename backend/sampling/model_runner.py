@@ -69,7 +69,8 @@ class LoadedModel:
 
     @property
     def dequantized_every_step(self) -> list[PackedWeight]:
-        """The quantized weights that this rank dequantizes in every step: of layers that are not cached."""
+        """The quantized weights that this rank dequantizes in every step: not those of layers whose answers
+        are cached for a request."""
         cached = [layer for layer in self.cache.layers if layer.kind != "step"]
         once = {id(module) for layer in cached for module in layer.modules()}
         every = quantized([self.transformer])

@@ -54,7 +54,7 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
 
 
 def with_downloads(callbacks: Callbacks, request: Request) -> Callbacks:
-    """Have on_step be given a function that starts a Download of x0 as a latent."""
+    """Return ``callbacks`` whose on_step gets a function that starts a Download of x0 as a latent."""
 
     def on_step(step, x0):
         return callbacks.on_step(step, lambda: Download(request.grid.to_latent(x0)))

@@ -88,7 +88,8 @@ def blend(x: Tensor, denoised: Tensor, ratio: Tensor) -> Tensor:
 
 
 def ancestral_split(sigma: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (down, up) for x = data + noise: noise of level ``up`` leads from ``down`` to ``target``."""
+    """Return (down, up): integrate to ``down``, then fresh noise of level ``up`` makes it ``target`` (x =
+    data + sigma · noise)."""
     # not a number where the schedule rises: ``target`` then
     up = torch.fmin(target, (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5)
     return (target**2 - up**2) ** 0.5, up
