@@ -60,12 +60,14 @@ class BlockStructure:
         return [source for source in self.skip_sources[boundary:] if source is not None and source < boundary]
 
     def split(self, joined: Tensor, text_tokens: int) -> Streams:
+        """Take the streams of a joined tensor (B, tokens, D) apart."""
         if self.family.blocks.text_position == "first":
             return {"text": joined[:, :text_tokens], "image": joined[:, text_tokens:]}
         image_tokens = joined.shape[1] - text_tokens
         return {"image": joined[:, :image_tokens], "text": joined[:, image_tokens:]}
 
     def join(self, streams: Streams) -> Tensor:
+        """Put both streams into one tensor (B, tokens, D)."""
         text = streams["text"]
         image = streams["image"]
         first = self.family.blocks.text_position == "first"
@@ -137,7 +139,8 @@ class Forward:
         return split if enters else self._cut_whole_streams(split)
 
     def sequence(self, index: int, streams: Streams) -> SequenceLengths:
-        """Measure the sequence where streams enter; references come with the text or with the image."""
+        """Measure the sequence of streams that enter at block ``index``; references come with the text, or
+        with the image where the model has put them after it before."""
         text = streams["text"]
         image = streams["image"]
         reference = self.reference

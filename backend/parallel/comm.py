@@ -148,7 +148,8 @@ def all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
 
 
 def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tensor]:
-    """Begin all_reduce; return what ends it, in order, and returns the sum (in ``x`` if contiguous)."""
+    """Begin all_reduce; return what ends it and returns the sum, in the place of ``x`` if that is contiguous.
+    Ends come in the order of beginnings."""
     if x.device.type == "cpu":
         return _begin_chunks(x, axis, mechanism)
     work = require_work(dist.all_reduce(x, group=axis.group, async_op=True))

@@ -61,7 +61,8 @@ ALONE = Axis(group=None, rank=0, size=1, ranks=(0,))
 
 @dataclass(frozen=True)
 class Edges:
-    """Two-rank groups around this stage: from the one before, to the next, and from the last to the first.
+    """Two-rank groups of the pipeline around this stage, None where it has no such neighbour: from the stage
+    before, to the next one, and from the last stage to the first (outputs).
 
     Groups of their own, since one NCCL communicator runs its operations in order: an edge would wait for
     another one, and the two directions for each other.

@@ -257,8 +257,9 @@ class LayerCache:
     def _at_once(self, embeddings: int, samples: int, most_samples: int) -> int:
         """Return how many evaluations, of so many ``embeddings`` on a replica of so many ``samples``, a chunk
         has where replicas gather weights together; 0 where a rank takes as many as fit. Embeddings are a
-        multiple of samples. How many differ is known to each replica alone, and one with more chunks than
-        others would wait for their gathers: so all count as different, and a large batch has short chunks."""
+        multiple of samples, of which each replica has one at least (check_batch). How many embeddings
+        differ is known to each replica alone, and one with more chunks than others would wait for their
+        gathers: so all count as different, and a large batch has short chunks."""
         if self.mesh.weights is None or self.mesh.dp.size == 1:
             return 0
         if not any(cached.shared for cached in self.modulations):

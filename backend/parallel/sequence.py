@@ -35,6 +35,7 @@ class Span:
         return Span(self.lo + by, self.hi + by)
 
     def overlaps(self, other: "Span") -> bool:
+        """Return whether some are in both; neither is empty."""
         return self.lo < other.hi and other.lo < self.hi
 
     def shard(self, index: int, count: int, shares: tuple[float, ...] = ()) -> "Span":
@@ -151,7 +152,8 @@ class TokenShards:
         return {}
 
     def positions(self, kind: str, ranks: range | None = None) -> torch.Tensor:
-        """Return the positions (tokens,) of SP ranks' tokens (default: of all) in the ``kind`` sequence."""
+        """Return the positions (tokens,) in the whole ``kind`` sequence of the tokens of ``ranks`` (default:
+        all SP ranks), in the order of an all-gather."""
         shards = self.shards if ranks is None else [self.shards[i] for i in ranks]
         runs = [run for shard in shards for run in self._runs(kind, shard)]
         return torch.cat([torch.arange(run.lo, run.hi) for run in runs])
@@ -167,6 +169,8 @@ class TokenShards:
         return tuple(counts)
 
     def _runs(self, kind: str, shard: TokenShard) -> list[Span]:
+        """Return where a shard's tokens are in the whole ``kind`` sequence, in the order in which the rank
+        holds them (and sends them)."""
         whole = self.sequence
         if kind == "text":
             return [shard.text]
@@ -194,7 +198,10 @@ def patches(
     sequence: SequenceLengths, count: int, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
 ) -> list[TokenShards]:
     """Return the patches of one PipeFusion step (arXiv 2405.14430), balanced over the joint sequence: patch 0
-    has all text and reference tokens and fewer latent tokens. Each has a latent token for every SP rank."""
+    has all text and reference tokens and fewer latent tokens.
+
+    Every patch has a latent token for each SP rank, so these must be ``count`` x ``sp_size`` at least.
+    """
     not_denoised = sequence.joint - sequence.image
     first = sequence.image
     if count > 1:

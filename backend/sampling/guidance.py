@@ -32,6 +32,7 @@ class Prompt:
     lowest: float = float("-inf")
 
     def counts_at(self, sigma: Tensor) -> bool:
+        """Return whether it counts at noise level ``sigma`` (0-d, CPU)."""
         return not (sigma > self.highest or sigma < self.lowest)
 
     def weigh(self, denoised: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:

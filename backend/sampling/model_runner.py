@@ -153,7 +153,8 @@ class LoadedModel:
 class Runner:
     """Calls the model for one request.
 
-    times, step_ends: evaluation -> the model's time (0-d), and for models that are told the step's end (1,).
+    times, step_ends: evaluation -> the model's time (0-d), and for models that are told where the step ends
+    (1,), both on the device.
     prompts: (prompt, lo, hi) of samples -> the prompt's arguments; shared: what they share (once_a_request).
     """
 

@@ -49,7 +49,8 @@ class FreshNoise:
         return self.drawn[index]
 
     def brownian(self, sigma: Tensor, target: Tensor) -> Tensor:
-        """Return the Brownian path's increment (B, N, F) between noise levels, over its standard deviation.
+        """Return the Brownian path's increment (B, N, F) from noise level ``sigma`` to ``target``, over its
+        standard deviation.
 
         ComfyUI's BrownianTreeNoiseSampler: the tree spans the schedule and is drawn on the CPU, so every
         device has the same path. The device need not have caught up for the copy to it.

@@ -88,7 +88,8 @@ class Request:
         return _arguments_of_samples(self.conditioning[prompt], samples, self.noise.shape[0])
 
     def step_end(self, sigma: Tensor) -> Tensor | None:
-        """Return where the step from ``sigma`` (0-d, CPU) ends (1,); None within a step, as in ComfyUI."""
+        """Return where the step that begins at ``sigma`` (0-d, CPU) ends (1,); None where the model is not
+        told, and at levels within a step, as in ComfyUI."""
         if not self.has_step_end:
             return None
         begins = (self.sigmas[:-1] == sigma).nonzero()

@@ -61,7 +61,8 @@ def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str):
 def check_latent(
     shape: tuple[int, ...], shapes: list, family: Family, model_config: dict, has_more: bool = False
 ):
-    """Refuse what is no latent of this model. Raises UnsupportedError. ``has_more``: channels may follow."""
+    """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. ``has_more``: channels may
+    follow the latent's. Raises UnsupportedError."""
     nested = family.latent.nested
     if nested is None:
         channels = family.latent.channels(model_config)

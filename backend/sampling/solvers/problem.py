@@ -24,7 +24,8 @@ class Problem:
     noise: ``noise(k)`` is the k-th fresh Gaussian draw of the request, in the shape of the solver's x.
     brownian: ``brownian(a, b)`` is a Brownian path's increment between the noise levels a and b, over its
     standard deviation.
-    percent_to_sigma: the model's noise level after this fraction of sampling, as ComfyUI's model_sampling.
+    percent_to_sigma: the model's noise level after this fraction of sampling (0 to 1), as ComfyUI's
+    model_sampling has it.
     Random numbers belong to the whole latent, so they depend on neither patches nor ranks.
     """
 

@@ -68,7 +68,8 @@ def _update(
     newest: Tensor | None,
 ) -> Tensor:
     """Return x one step on. data: earlier predictions, newest first; lambdas: at the target and at each of
-    ``data``; ratio: of the noise levels. newest: the prediction at the target, for the corrector."""
+    ``data``; ratio: of the noise levels. newest: the prediction at the target for the corrector, None for
+    the predictor."""
     h = lambdas[0] - lambdas[1]
     x = ratio * x - alpha * torch.expm1(-h) * data[0]
     if newest is None and len(data) == 1:
