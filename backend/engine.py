@@ -113,7 +113,9 @@ class Engine:
     ):
         """Load the transformer at ``path`` under the name ``key``, in this order: place the blocks on stages,
         cut matrices (tensor parallel), read what is left for this rank, shard it (FSDP), wrap the blocks.
-        ``checked``: by check_load, whose checkpoint stays as it is."""
+        ``matmul``: how quantized layers multiply (quantization/matmul.py). ``autodetected`` as in
+        open_checkpoint, ``on_progress`` as in Checkpoint.load. ``checked``: by check_load, whose checkpoint
+        stays as it is."""
         started = time.perf_counter()
         forget_peak(self.mesh.device)
         if checked is None:
@@ -173,7 +175,8 @@ class Engine:
         return divided or family.cache.static_text
 
     def drop_for(self, config: ParallelConfig):
-        """Unload models of which a rank would hold something else under ``config``, and all sharded ones."""
+        """Unload the models of which not every rank would hold the same under ``config``, and sharded ones,
+        which FSDP gathers over the groups of now."""
         same = self.config.same_weights(config) and not config.shard_weights
         self.argument_cache.clear()
         for key in self.models.keys() - self.lora_stacks.keys():
@@ -264,7 +267,8 @@ class Engine:
 
     @refusing("what is to be described")
     def describe(self, message: Describe, checkpoint: Checkpoint) -> list[dict]:
-        """Describe ranks by an unloaded ``checkpoint``. Raises UnsupportedError or ConfigError."""
+        """Return one dict for each rank (RankPlan.as_dict), for a loaded model; ``checkpoint``: of the same
+        file, itself not loaded. Raises UnsupportedError or ConfigError."""
         model = self.loaded(message.model)
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})

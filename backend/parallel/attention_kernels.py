@@ -47,7 +47,8 @@ def attend(
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *others, enable_gqa: bool = False, **named
 ) -> Tensor:
-    """Call torch's own function; repeat grouped keys and values where no fast kernel of it takes them."""
+    """Call torch's own function. Grouped keys and values are repeated where it would compute all pairs of
+    tokens in memory otherwise: of its kernels few take groups."""
     if enable_gqa and not _takes_groups(q, mask):
         k, v = whole_heads(q, k, v)
         enable_gqa = False
@@ -130,7 +131,8 @@ def _lse_kernel(kernel, q, k, v, mask, scale):
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Return whether torch's flash kernel runs there (NVIDIA since Ampere), and no trial has seen it fail."""
+    """Return whether torch's flash kernel runs there: on NVIDIA's GPUs since Ampere, where this torch was
+    built with it and kernel_trial.py has not seen it fail."""
     if device in WITHOUT_FLASH or not torch.backends.cuda.is_flash_attention_available():
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= AMPERE
@@ -151,7 +153,8 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 def aligned(bias: Tensor) -> Tensor:
     """Return ``bias`` (..., keys) with rows that begin at multiples of ALIGNMENT numbers, as CUDA's
-    memory-efficient kernel wants them; SDPA itself does the same (preprocess_mask in attention.cpp)."""
+    memory-efficient kernel wants them ("attn_bias is not correctly aligned"). SDPA itself does the same
+    (preprocess_mask in aten's attention.cpp)."""
     starts = (*bias.stride()[:-1], bias.storage_offset())
     if bias.stride(-1) == 1 and not any(start % ALIGNMENT for start in starts):
         return bias

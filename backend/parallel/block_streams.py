@@ -101,7 +101,8 @@ class Forward:
     """One forward of the transformer under way on this rank.
 
     latent, reference, per_block_text, latents: see SequenceLengths. skips: block -> image tokens (b, tokens,
-    D) for long skips. positions, cuts: of the request; an argument's, which every block is given, once.
+    D) for long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes
+    to every block, and often at every step.
     """
 
     structure: BlockStructure

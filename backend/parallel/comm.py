@@ -99,7 +99,8 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], axis: Axis, mechani
 
 
 def gather_equal(x: Tensor, axis: Axis, mechanism: str) -> list[Tensor]:
-    """Return every rank's tensor, all of one shape, by a collective, whose memory is soon free (pass_on)."""
+    """Return every rank's tensor, all of one shape, by a collective, whose memory is free when it is waited
+    for (``pass_on``)."""
     gathered = x.new_empty(axis.size * x.numel())
     with WAIT_CLOCK:
         all_gather_single(gathered, x.view(-1), axis.group)
@@ -214,7 +215,8 @@ class Pipe:
 
     Receives may be posted ahead. Sends stay here until they are done: gloo loses one whose handle is dropped.
     keeps_buffers: what was taken may be overwritten from the next ``post`` or ``take`` on, so that two
-    buffers of a shape serve all tensors, and addresses stay. free: those of now; shapes: of what is to come.
+    buffers of a shape serve all tensors, and addresses stay. free: those that hold nothing now; shapes: of
+    what is to come.
     """
 
     incoming: dist.ProcessGroup | None

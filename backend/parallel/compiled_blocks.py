@@ -38,8 +38,9 @@ PASSING = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE,
 class Compiler:
     """Compiles the blocks of this process, and knows what that has cost.
 
-    graphs, seconds: compiled so far, and the time. compiled: a class's forward -> the compiled one. failed:
-    -> why it runs uncompiled; passing: to be tried again. began: whether the graph of the block has.
+    graphs: how many were compiled, in so many seconds. compiled: a class's forward -> the compiled one.
+    failed: the same -> why it runs uncompiled. passing: those of failed that the next request tries again.
+    began: whether the graph of the block that runs has.
     """
 
     graphs: int = 0

@@ -30,8 +30,9 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
 
 
 def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
-    """Return what is wrong with a kernel's values; empty where nothing is. Raises what it does, and where
-    memory runs out."""
+    """Return what is wrong with a kernel's values; empty where nothing is. Of one that holds no values above
+    some, those near them are tried too: as strictly, with changed inputs and log-sum-exp. Raises what the
+    kernel does, and where memory runs out."""
     q, k, v = _numbers(dtype, head_size, device)
     trials = {"its values": v}
     largest = kernel_of(name).largest_value
@@ -50,9 +51,9 @@ def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: tor
 
 @torch.inference_mode()
 def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
-    """Have torch attend without cuDNN where its own choice of kernels fails or is wrong, and rings (``lse``)
-    without its flash kernel where that fails. All of them are exact, so ranks need not agree. Raises where
-    the device is lost."""
+    """Have torch attend without cuDNN where its own choice of kernels fails or is wrong, and rings (``lse``),
+    which call its flash kernel themselves, without that where it fails. All of them are exact, so ranks need
+    not agree. Raises where the device is lost."""
     lost = "torch's attention lost the GPU when it was tried; update torch or the driver"
     try:
         q, k, v = _numbers(dtype, head_size, device)

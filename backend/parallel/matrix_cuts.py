@@ -35,7 +35,8 @@ class Shard:
 
     outputs, inputs: spans of rows and columns held here; a norm has no inputs. take_input: the layer is given
     whole activations. reduce: ranks over which outputs (a norm: means) are summed. gather: ranks whose
-    outputs are concatenated. edges: columns where any rank's inputs begin or end. heights: rows of each rank.
+    outputs are concatenated. edges: columns where any rank's inputs begin or end. heights: how many rows each
+    of the ranks holds that the rows are cut over.
     """
 
     outputs: tuple[Span, ...]
@@ -60,7 +61,10 @@ class Shard:
 @dataclass(frozen=True)
 class Runs:
     """Neighbouring runs of features, such as queries, keys and values in one matrix, each cut by itself.
-    widths: features of each run. over: the mesh axis that shares each, or "". units: of the cuts of each."""
+
+    widths: features of each run. over: the mesh axis whose ranks share each run; "" for none. units: a run is
+    cut at multiples of its unit; () for 1.
+    """
 
     widths: tuple[int, ...]
     over: str = ""

@@ -286,7 +286,8 @@ def _edge(pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | in
 
 
 def _connect(sender: int, receiver: int, group: dist.ProcessGroup, device: torch.device):
-    """Send a first number, so that no request waits for NCCL to connect the pair for single messages."""
+    """Send a first number, so that no request waits for the connection. NCCL connects the pair for such
+    single sends and receives alone, on a stream of its own."""
     x = torch.zeros(1, device=device)
     if dist.get_rank() == sender:
         work = dist.isend(x, receiver, group=group)

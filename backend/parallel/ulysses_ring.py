@@ -26,8 +26,11 @@ TILES_OF_A_CHUNK = 128
 
 
 def head_chunks(heads: int, batch: int, tokens: int, axis: Axis, groups: int = 0) -> int:
-    """Return in how many chunks (1 or 2) heads are sent, ``groups`` of them whole: attention over one hides
-    the all-to-all of the other. Ranks must agree, so no property of a GPU counts."""
+    """Return in how many chunks (1 or 2) heads are sent, ``groups`` of them whole (by default each):
+    attention over one hides the all-to-all of the other.
+
+    All ranks must find the same, so no property of a GPU counts.
+    """
     groups = groups or heads
     least = min(shard_sizes(groups, count=axis.size, shares=axis.shares)) // 2 * (heads // groups)
     return 2 if least * batch * -(-tokens // TILE) >= TILES_OF_A_CHUNK and least else 1

@@ -127,7 +127,8 @@ def build_call(
 
 
 def _of_samples(value: Tensor, samples: list[int], batch: int) -> Tensor:
-    """Return some samples of ``value``, repeated if it is for all; adjacent ones are not copied."""
+    """Return some samples of ``value``; what is for all samples is repeated. Adjacent ones are not copied: a
+    prompt is several times the latent."""
     if not value.ndim:
         return value
     if value.shape[0] != batch:

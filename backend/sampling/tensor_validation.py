@@ -21,7 +21,8 @@ TYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
 def check_numbers(tensors: dict[str, Tensor]):
-    """Refuse NaN and infinity, which a sum shows, and types that no model takes. Raises UnsupportedError."""
+    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError. A sum shows both in
+    one pass over the tensor, and overflows itself at worst."""
     for name, value in tensors.items():
         if value.dtype not in TYPES:
             raise UnsupportedError(f"{name:.100} is of {value.dtype}; send float32, float16 or bfloat16.")
