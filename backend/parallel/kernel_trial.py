@@ -30,9 +30,9 @@ def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: to
 
 
 def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
-    """Return what is wrong with a kernel's values; empty where nothing is. Of one that holds no values above
-    some, those near them are tried too: as strictly, with changed inputs and log-sum-exp. Raises what the
-    kernel does, and where memory runs out."""
+    """Return what is wrong with a kernel's values; empty where nothing is. Of one whose values have a
+    bound, some near it are tried too, and as strictly: with the log-sum-exp, and inputs that stay as they
+    are. Raises what the kernel does, and where memory runs out."""
     q, k, v = _numbers(dtype, head_size, device)
     trials = {"its values": v}
     largest = kernel_of(name).largest_value
