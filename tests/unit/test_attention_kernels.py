@@ -249,6 +249,19 @@ def test_few_keys_are_torchs_in_rings_too(monkeypatch, name, keys, is_own):
     assert calls == ["own" if is_own else "torch"] * 2
 
 
+def test_rings_on_the_cpu_leave_packaged_kernels_alone(monkeypatch):
+    """Stand-ins for kernels take any tensor; a package's takes those of its GPU."""
+
+    def of_the_package(*_):
+        raise AssertionError("it has no kernel for the CPU")
+
+    own = replace(table.KERNELS["flash-attn"], call=of_the_package)
+    monkeypatch.setitem(table.KERNELS, "flash-attn", own)
+    q, k = (torch.ones(1, 2, tokens, 64, dtype=torch.bfloat16) for tokens in (4, 1024))
+    out, lse = attend_lse("flash-attn", q, k, k)
+    assert out.eq(1).all() and lse.shape == (1, 2, 4)
+
+
 @pytest.mark.parametrize(
     "capability, is_built, has_failed, called",
     [
