@@ -17,16 +17,19 @@ MAX_ERROR = 0.5
 #: Share of the largest values that a kernel holds up to which it is tried. A sum of few of these is no number
 #: in the same type: the kernel has to add in a wider one.
 NEAR_LARGEST = 0.9
+#: What a trial finds for which memory ran out: nothing is known.
+NO_MEMORY = "memory ran out"
 
 
 @torch.inference_mode()
 def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
     """Return why the kernel ``name`` does not attend here, empty where it does; ``lse``: with the log-sum-exp
-    too. Where memory runs out nothing is known. Raises where the device is lost."""
+    too. NO_MEMORY where memory runs out. Raises where the device is lost."""
     try:
         return _wrong(name, dtype, head_size, lse, device)
     except Exception as failed:  # a wheel raises what it likes
-        return _why(failed, device, f"attention is {name}, whose trial lost the GPU; set it to auto")
+        lost = f"attention is {name}, whose trial lost the GPU; set it to auto"
+        return _why(failed, device, lost) or NO_MEMORY
 
 
 def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:

@@ -279,7 +279,7 @@ def test_memory_that_runs_out_is_no_verdict(kernel):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     kernel(full)
-    assert kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU) == ""
+    assert kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU) == kernel_trial.NO_MEMORY
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -293,7 +293,7 @@ def test_memory_that_runs_out_for_the_inputs_is_no_verdict(kernel, monkeypatch, 
     monkeypatch.setattr(kernel_trial, "has_flash", lambda device: True)
     monkeypatch.setattr(kernel_trial, "give_up_flash", changed.append)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", changed.append)
-    assert kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU) == ""
+    assert kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU) == kernel_trial.NO_MEMORY
     kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
     assert not changed and not capsys.readouterr().out
 
@@ -329,7 +329,7 @@ def test_a_library_that_is_not_initialized_fails_its_trial(
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     kernel(broken)
     why = kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)
-    assert why == "" if is_full else "NOT_INITIALIZED" in why
+    assert why == kernel_trial.NO_MEMORY if is_full else "NOT_INITIALIZED" in why
     monkeypatch.setattr(kernel_trial, "SDPA", broken)
     kernel_trial.settle(torch.bfloat16, 64, False, CPU)
     assert switched == [False] * (not is_full)
