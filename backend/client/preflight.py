@@ -1,6 +1,7 @@
 """Asks a process of its own what a model's headers say: its shape, and what ranks would refuse, before any is
 started or ended for it."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -31,6 +32,9 @@ from .rank_environment import sanitized_environment
 
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1
+#: Questions that were answered well are not asked again: to import what answers them takes seconds, also in
+#: the first run after each start of ComfyUI. So many are kept.
+ACCEPTED = 200
 
 
 def check_headers(config: ParallelConfig, choice: ModelChoice, folders: Iterable[str], check=nothing):
@@ -54,10 +58,15 @@ def check_headers(config: ParallelConfig, choice: ModelChoice, folders: Iterable
     packages = [installed(name) for name in ("torch", "diffusers", "gguf", "comfy-kitchen")]
     versions = [*packages, ranks_python(), packages_changed(), IMPORTED]
     key = [question | {"config": config.topology()}, stamp(Path(choice.path)), versions]
-    # to import what answers takes seconds, also in the first run after each start of ComfyUI
-    if cache_files.read("accepted", key, dict) is None:
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+    accepted = cache_files.read("accepted", [], _digests) or []
+    if digest not in accepted:
         _ask(question, config, check)
-        cache_files.write("accepted", key, {})
+        cache_files.write("accepted", [], {"digests": [*accepted, digest][-ACCEPTED:]})
+
+
+def _digests(values: dict) -> list[str]:
+    return [str(digest) for digest in values["digests"]]
 
 
 def read_shape(choice: ModelChoice, device: str, indices: list[int], check=nothing) -> dict:

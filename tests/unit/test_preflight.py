@@ -270,6 +270,19 @@ def test_another_process_does_not_ask_again(model, monkeypatch):
     assert len(asked) == 3
 
 
+def test_the_last_answers_are_kept_in_one_file(model, monkeypatch, tmp_path):
+    asked: list[str] = []
+    monkeypatch.setattr(
+        preflight, "_ask", lambda question, config, check: asked.append(question["weight_dtype"])
+    )
+    monkeypatch.setattr(preflight, "ACCEPTED", 2)
+    config = ParallelConfig(device="cpu")
+    for dtype in ("fp16", "bf16", "fp32", "bf16", "fp16"):
+        preflight.check_headers(config, ModelChoice(model, dtype), ["/x"])
+    assert asked == ["fp16", "bf16", "fp32", "fp16"]
+    assert len(list(tmp_path.glob("cache/parallel-dit/accepted-*"))) == 1
+
+
 def test_a_process_that_fails_is_an_error_of_its_own(model, monkeypatch):
     monkeypatch.setattr(preflight, "_reader", None)
     monkeypatch.setattr(preflight, "sanitized_environment", lambda *_: {"PYTHONHOME": "/nowhere"})
