@@ -1,9 +1,10 @@
 """What the planner has to know, measured by processes of our own and kept: rates, shapes, free memory."""
 
+import math
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -108,7 +109,14 @@ def known(choice: ModelChoice, device: str, indices: list[int]) -> tuple[ModelSh
 
 def load_rate(choice: ModelChoice, device: str) -> float:
     """Return the bytes/s at which all ranks together read a model's file last; 0 where they never have."""
-    return cache_files.read("load", _file_key(choice, device), itemgetter("bytes_per_second")) or 0.0
+    return cache_files.read("load", _file_key(choice, device), _load_rate) or 0.0
+
+
+def _load_rate(values: dict) -> float:
+    rate = float(values["bytes_per_second"])
+    if not 0 < rate < math.inf:
+        raise ValueError(f"the rate of a load is {rate}")
+    return rate
 
 
 def note_load_rate(choice: ModelChoice, device: str, ranks: list[dict]):

@@ -1,6 +1,7 @@
 """What is measured for the planner: by which process, and for which GPUs."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -225,6 +226,15 @@ def test_the_rate_of_the_last_load_is_kept(monkeypatch, tmp_path):
         measurements.note_load_rate(model, "cuda", ranks)
         assert measurements.load_rate(model, "cuda") == rate
     (tmp_path / "model").write_bytes(b"another")
+    assert measurements.load_rate(model, "cuda") == 0.0
+
+
+@pytest.mark.parametrize("rate", ["fast", None, [], -1.0, 0.0, math.inf, math.nan])
+def test_a_rate_that_is_none_is_not_read(monkeypatch, tmp_path, rate):
+    """Of a file that somebody has edited."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = ModelChoice(str(tmp_path / "model"))
+    cache_files.write("load", measurements._file_key(model, "cuda"), {"bytes_per_second": rate})
     assert measurements.load_rate(model, "cuda") == 0.0
 
 
