@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class PrivateFolder:
             raise
         self._owner = os.getpid()
         if self._lock is not None:
+            # a fork may keep the open folder: all that its copy does is to keep systemd's cleaner out
             fork_guard.hold(self._lock)
         self._kept = False
 
@@ -68,8 +70,9 @@ class PrivateFolder:
         """Keep the folder for KEEP_SECONDS from now on: its log was named to somebody."""
         self._kept = True
         if self._lock is not None:
-            # of a disk that can no longer be written what has failed is still to be told
-            with suppress(OSError):
+            # of a disk that can no longer be written what has failed is still to be told; ValueError: another
+            # thread has closed the folder meanwhile
+            with suppress(OSError, ValueError):
                 self._lock.truncate(1)  # a hole, for which a full disk has room, too
                 os.utime(self._lock.fileno())
 
@@ -124,7 +127,7 @@ def _locked(folder: Path) -> FileIO | None:
     if fcntl is None:
         return None
     new = folder / f"{LOCK}.new"
-    lock = FileIO(new, "x+")
+    lock = FileIO(new, "x+", opener=partial(os.open, mode=0o600))
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.rename(new, folder / LOCK)
     return lock
@@ -135,11 +138,13 @@ def _held_open(folder: Path) -> int | None:
     leaves it and all that is in it; None where it takes none, as on NFS."""
     if fcntl is None:
         return None
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = None
     try:
+        descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # it is a comfort
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
 

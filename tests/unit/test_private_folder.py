@@ -138,14 +138,51 @@ def test_a_log_is_named_on_a_disk_that_takes_nothing_any_more(tmp_path, monkeypa
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = private_folder.PrivateFolder()
 
-    def ftruncate(*_):
+    def utime(*_):
         raise OSError(errno.EROFS, "Read-only file system")
 
     with monkeypatch.context() as disk:
-        disk.setattr(os, "ftruncate", ftruncate)
+        disk.setattr(os, "utime", utime)
         folder.keep()
     folder.close()
     assert folder.path.exists()
+
+
+def test_a_log_may_be_named_while_another_thread_closes_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = private_folder.PrivateFolder()
+    folder._lock.close()
+    folder.keep()
+    folder.close()
+    assert folder.path.exists()
+
+
+def test_the_lock_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = os.umask(0)
+    try:
+        folder = private_folder.PrivateFolder()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder.path / private_folder.LOCK).stat().st_mode) == 0o600
+    folder.close()
+
+
+def test_a_folder_is_made_though_it_cannot_be_held_open(tmp_path, monkeypatch):
+    """As of a process with many files: that keeps a cleaner out, and no more."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    opened = os.open
+
+    def limited(path, flags, *arguments, **named):
+        if flags == os.O_RDONLY:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, flags, *arguments, **named)
+
+    with monkeypatch.context() as files:
+        files.setattr(os, "open", limited)
+        folder = private_folder.PrivateFolder()
+    folder.close()
+    assert not folder.path.exists()
 
 
 def test_folders_that_are_not_a_dead_launchers_stay(tmp_path):
