@@ -164,9 +164,11 @@ class _Handshakes:
 
     def _say(self, refused: str):
         with self._lock:
-            if refused != self.refused and not self._ended:
+            is_new = refused != self.refused and not self._ended
+            if is_new:
                 self.refused = refused
-                print(refused[2:], file=sys.stderr, flush=True)
+        if is_new:  # a terminal that is not read keeps nobody else out
+            print(refused[2:], file=sys.stderr, flush=True)
 
 
 def _hang_up(connection: socket.socket):
