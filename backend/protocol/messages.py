@@ -4,6 +4,7 @@ import zlib
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from ..config import AXES, OF_RANKS
 from ..errors import SHORT
 
 #: Changes where a field of the messages has another meaning.
@@ -61,8 +62,7 @@ class Proof:
 @dataclass(frozen=True)
 class Welcome:
     """Answer to Proof: what runs behind this socket. ``devices``: the name of every rank's memory
-    (device_memory.device_name), so that a client knows which it uses too. ``settings``:
-    ParallelConfig.of_ranks."""
+    (device_name), so that a client knows which it uses too. ``settings``: ParallelConfig.of_ranks."""
 
     world_size: int
     device: str
@@ -341,9 +341,9 @@ MESSAGES: dict[str, Any] = {name: cls for name, cls in list(globals().items()) i
 
 
 def version_of(messages: dict[str, Any]) -> int:
-    """Return the number of the protocol that has these messages, by their names, fields and MEANING."""
+    """Return the number of the protocol of these messages: names, fields, MEANING, a Welcome's entries."""
     listed = sorted((name, [(f.name, str(f.type)) for f in fields(cls)]) for name, cls in messages.items())
-    return zlib.crc32(repr((MEANING, listed)).encode())
+    return zlib.crc32(repr((MEANING, listed, AXES, OF_RANKS)).encode())
 
 
 #: Clients and backends of one version understand each other.

@@ -68,6 +68,14 @@ def test_a_message_that_changes_is_another_version():
     assert protocol.VERSION == version_of(dict(reversed(messages.items())))
 
 
+@pytest.mark.parametrize("name, more", [("OF_RANKS", ("later",)), ("AXES", {"later": "later_degree"})])
+def test_a_setting_or_a_degree_that_is_new_is_another_version(monkeypatch, name, more):
+    """A client reads all of them from a Welcome, which has no field for each."""
+    known = getattr(protocol.messages, name)
+    monkeypatch.setattr(protocol.messages, name, known | more if name == "AXES" else known + more)
+    assert version_of(protocol.MESSAGES) != protocol.VERSION
+
+
 @pytest.mark.parametrize(
     "first", [Ping(), Load("/etc/passwd"), protocol.Shutdown()], ids=lambda m: type(m).__name__
 )
