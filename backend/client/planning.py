@@ -250,7 +250,8 @@ def question_of(
     roomiest: bool = False,
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, with what was measured here, and the devices in the order
-    in which plans take them (``placed``): the fastest first, or the ``roomiest``. Else as in ``plan_for``."""
+    in which plans take them (ranks: ``placed``): the fastest first, or the ``roomiest``. Arguments and errors
+    as in ``plan_for``."""
     devices = devices_of(auto)
     device = auto.base.resolve_device(torch.cuda.device_count())
     models = (model, *others)

@@ -84,7 +84,8 @@ class Cost:
 
     @cached_property
     def _reading(self) -> list[float]:
-        """Return the same of reading weights, in the seconds of the slowest memory."""
+        """Return for each stage the seconds in which its last rank reads its weights, in those that the
+        slowest memory takes for an even share."""
         memories = self.machine.bandwidths_of(self.plan.world_size)
         return self._last([each.matrices / memory for each, memory in zip(self._ranks, memories)])
 
@@ -105,7 +106,8 @@ class Cost:
         return max(each.samples for each in self._ranks)
 
     def _at_once(self, patches: int) -> float:
-        """Count the samples that go through the model together, of several batches their mean."""
+        """Count the samples that go through the model together, of several batches their mean: in a
+        synchronous step of a pipeline one, and in a call those of all prompts, up to so many tokens."""
         return self._most_samples * self._prompts / self._batches(patches)
 
     def _batches(self, patches: int) -> int:
@@ -275,8 +277,9 @@ class Cost:
         return sent / self.machine.neighbour(tp) + 2 * self.machine.latency * len(blocks)
 
     def _gather_weights(self, blocks: tuple[BlockShape, ...], patches: int) -> float:
-        """Return the seconds in which sharded weights come, as they are stored, while earlier blocks
-        compute and tokens take the same links; of a call with modulation."""
+        """Return the seconds in which sharded weights come from the others, as they are stored, while blocks
+        before them compute, and tokens take the same links; with modulation where a call is a request of its
+        own."""
         if not self.plan.shard_weights:
             return 0.0
         size = sum(block.weights for block in blocks)

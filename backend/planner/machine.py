@@ -119,7 +119,8 @@ class Machine:
         return self.speeds[:ranks] if self.differs else (1.0,) * ranks
 
     def bandwidths_of(self, ranks: int) -> tuple[float, ...]:
-        """Return as speeds_of, of the memory of each of the first GPUs."""
+        """Return how many times as fast as the slowest GPU's the memory of each of the first GPUs is: 1 where
+        all GPUs are alike."""
         if not self.differs or not self.bandwidths:
             return (1.0,) * ranks
         return tuple(each / min(self.bandwidths) for each in self.bandwidths[:ranks])

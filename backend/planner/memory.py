@@ -100,7 +100,8 @@ def _own_blocks(shape: ModelShape, plan: ParallelConfig, share: RankShare) -> ra
 
 
 def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: RankShare) -> int:
-    """Count ``loras`` next to quantized weights, of a stage's blocks. FSDP2 does not cut them."""
+    """Count the bytes of ``loras`` next to quantized weights on a rank, of its stage's blocks. FSDP2 does not
+    cut them."""
     if not loras.total:
         return 0
     own = _own_blocks(shape, plan, share)
@@ -110,7 +111,7 @@ def _loras(shape: ModelShape, plan: ParallelConfig, loras: LoraBytes, share: Ran
 
 
 def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Count PipeFusion's stale keys and values, or those of static text, and those of prompts."""
+    """Count the bytes of PipeFusion's stale keys and values, or of those of static text, and of prompts'."""
     own = _own_blocks(shape, plan, share)
     of_prompts = _of_prompts(shape, plan, request, share)
     if not plan.has_stale_kv:
@@ -128,7 +129,8 @@ def _keys(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, sha
 
 
 def _of_prompts(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
-    """Count what cross-attention caches of all prompts; a call forgets samples before others run."""
+    """Count the bytes of keys and values that cross-attention caches of all prompts and samples; a call
+    forgets those of samples before others run."""
     own = _own_blocks(shape, plan, share)
     features = sum(block.prompt_keys for block in shape.blocks[own.start : own.stop])
     if plan.split_scheme == "megatron":
@@ -152,8 +154,8 @@ def _static_text(shape: ModelShape, plan: ParallelConfig, request: RequestEstima
 
 
 def _gathered(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate) -> int:
-    """Count sharded weights that are whole for a moment: at least rank_plan's gathered_bytes, which knows
-    the layers of a block's modulation one by one."""
+    """Count the bytes of sharded weights that are whole for a moment: at least rank_plan's gathered_bytes,
+    which knows the layers of a block's modulation one by one."""
     if not plan.shard_weights:
         return 0
     sizes = sorted((block.weights for block in shape.blocks), reverse=True)

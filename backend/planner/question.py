@@ -86,7 +86,8 @@ class Question:
         return self.shape, plan, self.request, self.others
 
     def _shares(self, ranks: int) -> list[str]:
-        """Return the shares to try: the user's, else by speed, by memory and equal ones."""
+        """Return the shares to try for so many ranks: the user's, else by speed, by memory and equal ones
+        where their GPUs differ."""
         if ranks == 1:
             return [""]
         if self.shares:

@@ -207,7 +207,8 @@ class _Measured:
         return BlockStructure.of(self.checkpoint.transformer, self.checkpoint.family)
 
     def _features(self, index: int, side: str) -> int:
-        """Return the features of a block's attention calls of image tokens; NONE without any."""
+        """Return the features of the attention calls of a block whose ``side`` (queries or keys) is of image
+        tokens; NONE without any."""
         latents = latents_of(self.checkpoint.family, 1)
         features = 0
         for call, count in self._one_rank.communicated_calls(range(index, index + 1)).items():

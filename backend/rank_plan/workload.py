@@ -223,8 +223,8 @@ class Workload:
         return self._known[tp, stage]
 
     def is_on(self, module: str, block: int | None, stage: int) -> bool:
-        """Return whether a ``stage`` holds a layer of ``block``, or of none: modulation may be on another
-        one."""
+        """Return whether a ``stage`` holds a layer of ``block`` (None: outside of them): modulation may be on
+        another stage than its block."""
         if module in self.stages.holders:
             return self.stages.holders[module] == stage
         return block is None or block in self.stages.blocks[stage]
@@ -264,7 +264,8 @@ class Workload:
         return place["ring"] * self.config.ulysses_degree + place["ulysses"]
 
     def kv_bytes(self, place: MeshPlace, blocks: range, patches: list[TokenShards]) -> int:
-        """Count K/V buffers, keys and values of static text in a Ulysses group, and those of prompts."""
+        """Count the bytes of the K/V buffers, of static text's keys and values in a Ulysses group, and of
+        prompts'."""
         number = 2 * self.batch * self.prompts_per_rank * self.dtype.itemsize
         of_prompts = self._prompt_bytes(place, blocks)
         if not self.config.has_stale_kv:
