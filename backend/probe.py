@@ -158,7 +158,8 @@ class Probe:
             return 0.0
 
     def speeds(self) -> tuple[float, ...]:
-        """Return how many times as fast as the slowest rank each is, in one step like a block."""
+        """Return how many times as fast as the slowest rank each is, by one timed step of all at once: linear
+        layers and attention as in a block."""
 
         def step():
             for _ in range(LAYERS):

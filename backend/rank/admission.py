@@ -90,12 +90,13 @@ def crowded(memories: list[RankMemory], bound: Callable[[Need], int]) -> list[Ra
 
 
 def short_ranks(memories: list[RankMemory], can_make_room: Collection[int] = ()) -> list[RankMemory]:
-    """Return the ranks that lack the least that they need, or what is likely, of those ``can_make_room``
-    for which the client can still make room."""
+    """Return the ranks that cannot run: those that are not ready; where all are, those without room for the
+    least that they need; else, of the ranks ``can_make_room`` for which the client can still make room, those
+    without room for what is likely."""
     failed = [memory for memory in memories if not memory.ready]
     likely = crowded(memories, attrgetter("likely"))
-    shrinking = [memory for memory in likely if memory.rank in can_make_room]
-    return failed or crowded(memories, attrgetter("least")) or shrinking
+    can_wait = [memory for memory in likely if memory.rank in can_make_room]
+    return failed or crowded(memories, attrgetter("least")) or can_wait
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,8 @@ def _about(message: Sample | ModelCall) -> tuple | None:
 
 
 def _ready_or_none(prepare: Callable[[], Prepared], memory: DeviceMemory) -> Prepared | None:
-    """Return what ``prepare`` makes, or None where memory runs out: the next round says so."""
+    """Return what ``prepare`` makes, or None where memory runs out: no other rank waits for this one yet, so
+    it says so in the next round."""
     try:
         return prepare()
     except Exception as error:

@@ -230,7 +230,8 @@ class Leader(ServedModels):
         return any(other is not model and self.is_on_devices(other) for other in others)
 
     def on_unload(self, job: Job, message: Unload) -> Act:
-        """Free a model, or park it at most where another client has loaded it, too."""
+        """Unload a model, if it is loaded. One that another client has loaded, too, is parked at most: that
+        client may sample."""
 
         def act():
             sent = self.named.take_off(message, job.client)

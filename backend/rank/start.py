@@ -167,7 +167,8 @@ def _beat(path: str) -> Heartbeats | None:
 
 
 class LossyLog:
-    """Standard output or error, into a file whose disk may be full: what cannot be written is lost."""
+    """Standard output or error, into a file whose disk may be full: what cannot be written is lost, and what
+    the rank was about to do is done."""
 
     def __init__(self, stream):
         self._stream = stream
