@@ -37,7 +37,8 @@ def read_settings(text: str, welcome: Welcome) -> ParallelConfig:
 
 
 def read_plan(text: str) -> Plan:
-    """Return the configuration of a JSON object of Parallel Config's inputs. Raises ConfigError."""
+    """Return the configuration of a JSON object of Parallel Config's inputs: degrees, or what leaves them to
+    auto. Raises ConfigError."""
     found = read_entries(text, ("method", *FIELDS))
     if type(found.get("gpus")) is int:  # as the node's is written
         found["gpus"] = str(found["gpus"])

@@ -35,7 +35,8 @@ def ranks_python() -> str:
 
 
 def packages_changed() -> int:
-    """Return when packages were last installed for another Python of the ranks (nanoseconds); 0 for ours."""
+    """Return when packages were last installed for the ranks' Python (nanoseconds), whose versions are not
+    known here; 0 where it is ours."""
     python = ranks_python()
     return 0 if python == sys.executable else installed_at(python)
 

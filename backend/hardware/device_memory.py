@@ -56,9 +56,9 @@ _grow: bool | None = None
 
 def segments_grow() -> bool:
     """Return whether this rank's allocator never waits for the whole GPU to make room: torch's segments grow,
-    by those that there are while a request runs; False as long as there are none. What was set says less:
-    torch for ROCm before 7.0 only warns that it has none (CUDAAllocatorConfig.h), and torch before 2.9 reads
-    other settings."""
+    by those that there are while a request runs; False as long as there are none, and True where this process
+    uses no GPU. What was set says less: torch for ROCm before 7.0 only warns that it has none
+    (CUDAAllocatorConfig.h), and torch before 2.9 reads other settings."""
     global _grow
     if os.environ.get(FIXED_SEGMENTS) == "1":
         return False

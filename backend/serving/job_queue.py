@@ -61,7 +61,8 @@ class Job:
 
 
 class JobQueue:
-    """Jobs in the order in which they came. Any thread may put one, one thread takes them."""
+    """Jobs in the order in which they came, and the one that runs. Any thread may put one, one thread takes
+    them."""
 
     def __init__(self):
         #: Held while a waiting job is given to the ranks, or cancelled.
@@ -125,7 +126,8 @@ class JobQueue:
                 self._send_waiting(job)
 
     def _send_waiting(self, job: Job):
-        """Send Waiting for its client's oldest job without an answer, unless it is the next of all."""
+        """Send Waiting for a job that is the oldest of its client without an answer, and not the next one of
+        all."""
         before = takewhile(lambda each: each is not job, self._waiting)
         ahead = [each for each in before if not each.is_abandoned]
         runs = self.running
