@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 
@@ -33,8 +32,9 @@ Stack = tuple[LoraUse, ...]
 UNKNOWN: Stack = (LoraUse("", 0.0),)
 #: Values of a sharded parameter that change at a time: 16 to 20 MB of a device, which no plan counts.
 RUN_VALUES = 1 << 20
-#: LoRAs of a model whose keys are cached, more than a stack has: 0.1 s to sort for Qwen-Image Lightning.
-OPENED = 32
+#: LoRAs of a model that stay open with their keys sorted (0.1 s for Qwen-Image Lightning), or all of a longer
+#: stack. Each holds a descriptor of its file.
+OPENED = 8
 #: Parameter -> its changes in order, on all ranks.
 LoraChanges = Mapping[str, list[LoraChange]]
 
@@ -77,11 +77,21 @@ class FusedWeights:
         self._held: dict[str, Stack] = {}
         #: Quantized parameter -> key of a low-rank change -> rank of what is held of it, once it was.
         self._ranks: dict[str, dict[tuple, int]] = defaultdict(dict)
-        self._opened = lru_cache(OPENED)(partial(_open, self.targets, checkpoint.name))
+        #: (path, state of its file) -> the LoRA, the last one used last.
+        self._opened: dict[tuple, Lora] = {}
 
     def open(self, stack: Stack) -> list[Lora]:
         """Open the LoRAs of a stack, reading headers of files that changed. Raises UnsupportedError."""
-        return [self._opened(use.path, file_state(Path(use.path))) for use in stack]
+        loras = [self._open(use.path) for use in stack]
+        for oldest in list(self._opened)[: -max(OPENED, len(stack))]:
+            del self._opened[oldest]
+        return loras
+
+    def _open(self, path: str) -> Lora:
+        key = path, file_state(Path(path))
+        lora = self._opened.pop(key, None) or open_lora(path, self.targets, self.checkpoint.name)
+        self._opened[key] = lora
+        return lora
 
     def check(self, stack: Stack) -> list[str]:
         """Open the LoRAs and check every value that would be added. Return a warning for each, empty where it
@@ -328,11 +338,6 @@ class FusedWeights:
             whole = change.adapter.applied_to(whole, change.use.strength)
             values |= {piece: whole[where] for piece, where in rows.items()}
         return values
-
-
-def _open(targets: Targets, model: str, path: str, state: tuple[int, ...]) -> Lora:
-    """Open a LoRA in one ``state`` of its file."""
-    return open_lora(path, targets, model)
 
 
 def _indices(spans: list[Span]) -> list[int]:

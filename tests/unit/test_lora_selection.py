@@ -9,6 +9,8 @@ from tiny import write_shallow_flux
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
+from backend.loading import lora_fusion
+from backend.loading.lora_fusion import OPENED
 from backend.loading.lora_keys import lora_stack
 from backend.loading.lora_spellings import stem_of_rows
 from backend.parallel import mesh
@@ -92,3 +94,25 @@ def test_rows_of_a_tensor_are_its_parameters(flux, tmp_path):
     wrong |= {key.replace("rows_512_768", "rows_768_999"): value for key, value in same.items()}
     (warning,) = flux.check_loras("m", lora_stack([[write(tmp_path / "c.safetensors", wrong), 1.0]]))
     assert warning.startswith("6 keys of the LoRA") and "rows_0_250" in warning and "rows_768_999" in warning
+
+
+def test_what_stays_open_is_a_few_files_or_a_whole_stack(flux, tmp_path, monkeypatch):
+    """Each open file is a descriptor, and its keys take a while to sort: those of a stack once."""
+    opened, open_lora = [], lora_fusion.open_lora
+
+    def counted(path, *arguments):
+        opened.append(path)
+        return open_lora(path, *arguments)
+
+    monkeypatch.setattr(lora_fusion, "open_lora", counted)
+    weights = flux.models["m"].weights
+    paths = [write(tmp_path / f"{i}.safetensors", GOOD) for i in range(4 * OPENED + 1)]
+    stack = lora_stack([[path, 1.0] for path in paths])
+    weights.open(stack)
+    weights.open(stack)
+    assert opened == paths
+    weights.open(stack[-OPENED:])
+    weights.open(stack[-1:])
+    assert opened == paths
+    weights.open(stack[:OPENED])
+    assert opened == paths + paths[:OPENED]
