@@ -142,7 +142,7 @@ class FusedWeights:
         if changed:
             fsdp.reshard(self.checkpoint.transformer)
         try:
-            for names in of_tensor.values():
+            for _, names in sorted(of_tensor.items()):  # the same order on all ranks, whatever they held
                 self._put(names, changes)
         except BaseException:  # out of memory, a file that is gone: nothing is known of those that change
             self._forget(changed)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fused_loras import STRENGTH, change, write
+from fused_loras import STRENGTH, change, fuse, write
 from loras import lora, randn
 from tiny import write_shallow_flux
 
@@ -10,7 +10,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading import lora_fusion
-from backend.loading.lora_fusion import OPENED
+from backend.loading.lora_fusion import OPENED, FusedWeights
 from backend.loading.lora_keys import lora_stack
 from backend.loading.lora_spellings import stem_of_rows
 from backend.parallel import mesh
@@ -116,3 +116,25 @@ def test_what_stays_open_is_a_few_files_or_a_whole_stack(flux, tmp_path, monkeyp
     assert opened == paths
     weights.open(stack[:OPENED])
     assert opened == paths + paths[:OPENED]
+
+
+def test_parameters_change_in_one_order_whatever_changed_before(flux, tmp_path, monkeypatch):
+    """Ranks that load at other times fuse the same stack together."""
+    one = write(tmp_path / "one.safetensors", {key: x for key, x in GOOD.items() if PROJECTION in key})
+    both = write(tmp_path / "both.safetensors", GOOD)
+    changed, put = [], FusedWeights._put
+
+    def noted(weights, names, changes):
+        changed.extend(names)
+        put(weights, names, changes)
+
+    def order_after(*before) -> list[str]:
+        fuse(flux, *before)
+        changed.clear()
+        fuse(flux, (both, 1.0))
+        return changed.copy()
+
+    monkeypatch.setattr(FusedWeights, "_put", noted)
+    wanted = order_after()
+    assert len(wanted) == 4 and order_after((one, 1.0)) == wanted
+    fuse(flux)
