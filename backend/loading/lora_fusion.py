@@ -102,13 +102,14 @@ class FusedWeights:
         return [f"{lora.warning} {cost}".strip() for lora, cost in zip(loras, self._costs(stack))]
 
     def _costs(self, stack: Stack) -> list[str]:
-        """Say for each LoRA what it costs next to quantized weights; empty where that is little. A layer is
-        held a second time from the first LoRA whose changes are no products of small matrices."""
+        """Say what each LoRA costs next to quantized weights; empty where that is little. A layer is held a
+        second time, in its dtype, from the first LoRA whose changes are no products of small matrices."""
         names = [[] for _ in stack]
         for name, changes in self._changes(stack).items():
-            first = next((change for change in changes if not are_products([change.adapter])), None)
-            if first is not None and name in self.packed:
-                names[first.lora].append(name)
+            if name in self.packed:
+                first = next((each for each in changes if not are_products([each.adapter])), None)
+                if first is not None:
+                    names[first.lora].append(name)
         return [self._cost(Path(use.path).name, layers) for use, layers in zip(stack, names)]
 
     def _cost(self, file: str, names: list[str]) -> str:
