@@ -32,10 +32,11 @@ def check_form(name: str, adapter: Adapter):
             raise _malformed(name, f"{_describe(adapter, role)} and {what}")
         if role in adapter.weights and role != "difference" and len(adapter.files.shapes[key]) < 2:
             raise _malformed(name, f"{_describe(adapter, role)}, but a matrix is needed")
-        count = math.prod(adapter.files.shapes[key])
-        if role == "alpha" and count != 1:
-            raise _malformed(name, f"{key!r:.120} holds {count} values, but an alpha is one number")
     _check_products(name, adapter)
+    alpha = adapter.keys.get("alpha")
+    count = math.prod(adapter.files.shapes[alpha]) if alpha else 1
+    if count != 1:
+        raise _malformed(name, f"{alpha!r:.120} holds {count} values, but an alpha is one number")
 
 
 def _check_products(name: str, adapter: Adapter):

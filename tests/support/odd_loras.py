@@ -66,6 +66,10 @@ ODD = {
     "rank 0": (_lora(up=randn(ROWS, 0), down=randn(0, COLUMNS)), "of rank 0"),
     "rank 0 with an alpha": (_lora(up=randn(ROWS, 0), down=randn(0, COLUMNS), alpha=NONE.sum()), "of rank 0"),
     "loha: ranks that differ": (_loha(hada_w2_a=randn(ROWS, 3)), "inner sizes 3 and 2 differ"),
+    "loha: ranks that differ, and two alphas": (
+        _loha(hada_w2_a=randn(ROWS, 3), alpha=TWO),
+        "inner sizes 3 and 2 differ",
+    ),
     "loha: sizes that differ": (_loha(hada_w2_b=randn(2, 8)), "cannot be multiplied one by one"),
     "loha: alpha of no value": (_loha(alpha=NONE), "alpha' holds 0 values"),
     "loha: alpha of two values": (_loha(alpha=TWO), "alpha' holds 2 values"),
