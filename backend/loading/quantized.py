@@ -37,8 +37,9 @@ class LayerSlice:
 
     def read(self) -> dict[str, Tensor]:
         """Read what the file stores, by role (quantization/formats.py)."""
-        scales = {self.layer.leaf(leaf).role: self._scale(leaf) for leaf in self.layer.leaves}
-        return {"values": self._values(), **scales}
+        tensors = {"values": self._values()}  # the largest first
+        tensors |= {self.layer.leaf(leaf).role: self._scale(leaf) for leaf in self.layer.leaves}
+        return tensors
 
     def _values(self) -> Tensor:
         packed = self.layer.format.values_per_element
