@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES
@@ -35,14 +35,20 @@ CODES = 16
 MAX_SETTINGS_BYTES = 4_096
 
 
+#: What a tensor next to a weight has a number for. group: neighbours in a row (formats.scale_group); block:
+#: those of formats with tiles; code: a value of the codebook.
+Each = Literal["matrix", "matrix or row", "row", "column", "group", "block", "code"]
+
+
 class Leaf(NamedTuple):
     """A tensor next to a weight. role: as in formats.py; each: what it has a number for; types: as stored."""
 
     role: str
-    each: str
+    each: Each
     types: tuple[str, ...] = PLAIN
 
 
+#: Name of a leaf -> what it is; weight_scale is of blocks in formats with tiles (QuantizedLayer.leaf).
 LEAVES = {
     "weight_scale": Leaf("scale", each="matrix or row"),
     "scale_weight": Leaf("scale", each="matrix or row"),
@@ -86,7 +92,7 @@ class QuantizedLayer:
         return LEAVES[name]
 
     def group(self, leaf: Leaf) -> int:
-        """Return how many neighbours in a row share a number of a leaf."""
+        """Return how many neighbours in a row share a number of a leaf, which is of groups or of blocks."""
         return {"group": scale_group, "block": self.format.block}[leaf.each](self.settings)
 
     def is_of_rows(self, shape: tuple[int, ...]) -> bool:
@@ -223,18 +229,7 @@ def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, name: str
     key = f"{layer.name}.{name}"
     have = files.shapes[key]
     leaf = layer.leaf(name)
-    rows = layer.shape[0]
-    fits = math.prod(have) == 1
-    if leaf.each == "matrix or row":
-        fits = fits or (have[0] == rows == math.prod(have))
-    elif leaf.each == "block":
-        blocks = layer.columns // layer.block
-        fits = have == (-(-rows // TILE_ROWS) * TILE_ROWS, -(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
-    elif leaf.each == "group":
-        fits = have == (rows, layer.columns // layer.group(leaf))
-    elif leaf.each != "matrix":
-        fits = have == ({"row": rows, "column": layer.shape[-1], "code": CODES}[leaf.each],)
-    if not fits:
+    if not _fits(layer, leaf, have):
         raise UnsupportedError(
             f"{files.name}: the scale {quoted(key)} has shape {have}, which does not fit its {kind} weight "
             f"of shape {layer.shape}; use another file of this model."
@@ -244,3 +239,18 @@ def _check_scale(files: TensorFiles, layer: QuantizedLayer, kind: str, name: str
         raise UnsupportedError(
             f"{what}, and {kind} has {', '.join(leaf.types)}; use another file of this model."
         )
+
+
+def _fits(layer: QuantizedLayer, leaf: Leaf, have: tuple[int, ...]) -> bool:
+    """Return whether a leaf of this shape has as many numbers as it must."""
+    rows = layer.shape[0]
+    if leaf.each == "matrix":
+        return math.prod(have) == 1
+    if leaf.each == "matrix or row":
+        return math.prod(have) == 1 or have[0] == rows == math.prod(have)
+    if leaf.each == "group":
+        return have == (rows, layer.columns // layer.group(leaf))
+    if leaf.each == "block":
+        blocks = layer.columns // layer.group(leaf)
+        return have == (-(-rows // TILE_ROWS) * TILE_ROWS, -(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
+    return have == ({"row": rows, "column": layer.shape[-1], "code": CODES}[leaf.each],)
