@@ -11,7 +11,7 @@ from .lora_spellings import KEY, TEXT_ENCODER
 #: Role -> shape of a file's tensor.
 Shapes = Mapping[str, Sequence[int]]
 #: Bytes of a number on the ranks, and of a factor of a row or column (DoRA).
-NUMBER, SCALE = 2, 4
+NUMBER, SCALE_BYTES = 2, 4
 #: Numbers in the matrices of a LoHa or LoKr for one of the matrix: with more, the matrix itself costs less.
 MAX_FACTORS = 0.5
 #: End of a module's name in single files -> parameters of which its matrix has the rows: each is next to a
@@ -67,7 +67,7 @@ def _held(stem: str, roles: Shapes) -> LoraBytes:
         return LoraBytes(NUMBER * sum(math.prod(shape) for shape in roles.values()))
     most = MAX_FACTORS * rows * columns
     pieces = _pieces(stem, rows, columns)
-    scales = SCALE * _factors_of_magnitudes(roles, rows, columns * pieces)
+    scales = SCALE_BYTES * _factors_of_magnitudes(roles, rows, columns * pieces)
     copy = LoraBytes(copies=NUMBER * rows * columns)
     if is_lokr:
         (rows1, columns1), (rows2, columns2) = lokr

@@ -12,7 +12,7 @@ from ..quantization.added_products import AddedProduct, LowRank, Scales, scaled
 from ..quantization.lora_bytes import LoraBytes
 from .adapters import Adapter, Factored, Spans, is_low_rank
 from .lokr import LoKr
-from .lora_file_bytes import SCALE
+from .lora_file_bytes import SCALE_BYTES
 from .lora_keys import LoraUse
 from .lora_targets import Target
 
@@ -118,14 +118,15 @@ def added_bytes(
             continue
         assert isinstance(adapter, Factored), "checked by are_products"
         factors += (factor_ranks.get(change.key) or adapter.factor_rank) * (rows + columns)
-    size = factors * dtype.itemsize + scales * SCALE
+    size = factors * dtype.itemsize + scales * SCALE_BYTES
     return LoraBytes(factors=size, copies=0, uncut=uncut * dtype.itemsize)
 
 
 def product_of(
     change: LoraChange, shard: MatrixShard, device: torch.device, dtype: torch.dtype, scales: Scales
 ) -> AddedProduct:
-    """Return what a change adds to a weight, held in ``dtype``; ``scales``: by its magnitudes."""
+    """Return what a change adds to a weight, held in ``dtype``. ``scales``: float32 factors of its rows and
+    columns, by magnitudes."""
     where = shard.stored_rows(change)
     if is_kronecker(change.adapter):
         bare = change.adapter.kronecker(where, shard.columns, device, dtype)
