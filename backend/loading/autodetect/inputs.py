@@ -40,7 +40,7 @@ class Inputs:
     """How a class's forward is filled. names: its parameters that are; packed: tokens of 2 x 2 latent cells
     instead of the latent; video: the latent has a time axis; scale: timestep / sigma; guided: it takes
     guidance; inverted: time runs from noise (0) to image (1), and the output leads there (Mochi's scheduler);
-    positions: of the class in POSITIONS."""
+    numbers_text, image_last: as in POSITIONS."""
 
     names: tuple[str, ...]
     packed: bool
@@ -48,14 +48,14 @@ class Inputs:
     scale: float = 1.0
     guided: bool = False
     inverted: bool = False
-    positions: tuple[bool, bool] = (False, False)
+    numbers_text: bool = False
+    image_last: bool = False
 
     def __call__(
         self, config, grid: TokenGrid, latent: Tensor, sigma: Tensor, cond: Mapping[str, Tensor]
     ) -> dict:
         """Return the arguments of the forward; latent (B, C, [T,] H, W) is padded to whole tokens here."""
         batch = latent.shape[0]
-        numbers_text, image_last = self.positions
         time = (1.0 - sigma if self.inverted else sigma) * self.scale
         values = {
             "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
@@ -64,8 +64,8 @@ class Inputs:
             "pooled_projections": lambda: cond["y"],
             "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
             "encoder_attention_mask": lambda: cond.get("attention_mask", _ones(cond["c_crossattn"])),
-            "img_ids": lambda: _positions(grid, cond["c_crossattn"], image_last),
-            "txt_ids": lambda: _text_positions(cond["c_crossattn"], numbers_text),
+            "img_ids": lambda: _positions(grid, cond["c_crossattn"], self.image_last),
+            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.numbers_text),
             "original_size": lambda: _pixels(grid, latent),
             "target_size": lambda: _pixels(grid, latent),
             "crop_coords": lambda: latent.new_zeros(batch, 2),
@@ -126,8 +126,15 @@ def inputs_of(cls, config) -> Inputs:
     if "img_ids" in names and cls.__name__ not in POSITIONS:
         raise cannot_run(cls, "its pipeline computes 'img_ids', and nothing here tells how")
     guided = bool(config.get("guidance_embeds"))
-    positions = POSITIONS.get(cls.__name__, (False, False))
-    return Inputs(names, "img_ids" in names, is_video(cls), guided=guided, positions=positions)
+    numbers_text, image_last = POSITIONS.get(cls.__name__, (False, False))
+    return Inputs(
+        names,
+        packed="img_ids" in names,
+        video=is_video(cls),
+        guided=guided,
+        numbers_text=numbers_text,
+        image_last=image_last,
+    )
 
 
 def is_video(cls: type) -> bool:
