@@ -42,7 +42,8 @@ class Packed:
         return self.tensors["values"].device
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Compute the weight in ``dtype``, into ``out`` (of ``shape``) if given, some rows at a time."""
+        """Compute the weight in ``dtype``, into ``out`` (of ``shape``) if given; of a large one some rows at
+        a time."""
         rows, _ = self.shape
         step = rows_at_once(self.format, self.columns)
         if self.column_runs != (range(self.columns),):  # they are made as a whole before some are taken
@@ -92,9 +93,11 @@ def join(pieces: Sequence[Packed], dim: int) -> Packed:
         return first
     tensors = dict(first.tensors)
     for role, tensor in first.tensors.items():
-        if (dim == 0 and tensor.ndim > 1) or (dim == 1 and role in WITH_COLUMNS):
-            every = [piece.tensors[role] for piece in pieces]
-            tensors[role] = _cat(every, dim=-dim)  # the last one: smoothing has columns alone
+        every = [piece.tensors[role] for piece in pieces]
+        if dim == 0 and tensor.ndim > 1:
+            tensors[role] = _cat(every, dim=0)
+        elif dim == 1 and role in WITH_COLUMNS:
+            tensors[role] = _cat(every, dim=-1)  # which smoothing has alone
     if dim == 0:
         return replace(first, tensors=tensors)
     starts = accumulate((piece.columns for piece in pieces), initial=0)
