@@ -62,7 +62,8 @@ class Int8Rows:
         return rotated(self.rows[some], self.size) if self._turned is None else self._turned[some]
 
     def product(self, some: slice) -> Tensor:
-        """Multiply some rows, at most ``step``, each once: memory that is not x's own is overwritten."""
+        """Multiply some rows, at most ``step``, each once: their memory is overwritten where it is not that
+        of x."""
         turned = self._rotated(some)
         if self.multiply is not None and self._amax is not None:
             if self.size is None:

@@ -141,7 +141,8 @@ def _fuses(name: str) -> bool:
 
 
 def _may_fuse() -> bool:
-    """Return whether ranks may have kernels that this process, which is given no GPU, cannot find."""
+    """Return whether ranks may have kernels that this process, which is given no GPU, cannot find: it plans
+    for them."""
     return _cuda_version() >= CUDA and not torch.cuda.is_available()
 
 
@@ -289,7 +290,7 @@ def _multiply_blocks(
         multiply = getattr(functions, f"scaled_mm_{kind}")
         return multiply(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    step = len(rows)
+    step = len(rows)  # all blocks are quantized at once where comfy-kitchen's own kernel does that
     if not _fuses(f"quantize_{kind}"):
         step = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
     return _in_chunks(x, columns=weight.shape[0], bias=after, step=step, product=product)

@@ -145,7 +145,8 @@ def native_formats(dtype: torch.dtype, device: torch.device, capability: Capabil
 
 
 def why_not_native(rule: Rule, device: torch.device) -> str:
-    """Return why what is installed on this machine has no kernel; empty where it has."""
+    """Return why what is installed here has no kernel; empty where it has. On other machines it may be
+    another."""
     why = kernels.kitchen()[1]
     if not why and device.type != "cpu" and not has_torch(*rule.torch):
         why = f"it needs torch {'.'.join(map(str, rule.torch))}, and {torch_version()} is installed"

@@ -27,10 +27,11 @@ class PackedWeight(nn.Module):
     """A quantized matrix as a linear layer's ``weight``; what its file stores are its parameters.
 
     dtype: of the products. choice: how it multiplies. shape: of the weight. adapters: LoRAs that are added to
-    the products, by key. scales: of the stored weight (DoRA). whole: the weight in ``dtype`` with adapters of
-    other kinds in it, next to the stored one. buffer: memory of its own in which the weight stays dequantized
-    (dequantize_once.py). divided: which of the layer's tokens ranks divide (LayerTokens.divided);
-    max_over_token_ranks: compares largest values over these ranks (parallel/token_scales.py).
+    the products, by key. scales: float32 factors of the stored weight's rows and columns (DoRA), not those of
+    its format. whole: the weight in ``dtype`` with adapters of other kinds in it, next to the stored one.
+    buffer: memory of its own in which the weight stays dequantized (dequantize_once.py). divided: which of
+    the layer's tokens ranks divide (LayerTokens.divided); max_over_token_ranks: compares largest values over
+    these ranks (parallel/token_scales.py).
     """
 
     def __init__(
@@ -278,7 +279,8 @@ def read_factors(module: nn.Module):
 
 
 def _one_scale(packed: Packed) -> Tensor | float | None:
-    """Return the one scale of a float8 or int8 weight, on its device; None where there is none."""
+    """Return the scale of all values of a float8 or int8 weight, as it is on the GPU; None where there are
+    several, or none to read."""
     scale = packed.tensors.get("scale")
     if scale is None or scale.numel() != 1 or scale.is_meta or packed.format.short not in ONE_BYTE:
         return None
