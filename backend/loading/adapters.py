@@ -147,7 +147,7 @@ class Adapter(ABC):
 
 
 class Factored(Adapter):
-    """Products of two matrices each, multiplied entry by entry: a product of two larger ones too, exactly."""
+    """One product of two matrices, or several multiplied entry by entry: a product of two too, exactly."""
 
     @property
     def size(self):

@@ -1,4 +1,5 @@
-"""How changes of a quantized weight are held next to it: as products of small matrices, else in a copy."""
+"""How changes of a quantized weight are held next to it: as products of small matrices where all of them are
+such, else in a copy of the weight."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class MatrixShard(NamedTuple):
 
 
 class HeldProducts(NamedTuple):
-    """Adapters next to a weight by key, and the weight's own scales."""
+    """Adapters next to a weight by key, and the float32 factors of its rows and columns (DoRA)."""
 
     adapters: dict[Hashable, AddedProduct]
     scales: Scales = Scales()
@@ -97,7 +98,8 @@ def past_last(flags: Iterable[bool]) -> int:
 def added_bytes(
     changes: Sequence[LoraChange], shard: MatrixShard, dtype: torch.dtype, factor_ranks: Mapping[tuple, int]
 ) -> LoraBytes:
-    """Count what changes take next to a weight; ``factor_ranks``: key -> rank of what was held before."""
+    """Count what changes of a weight take next to it. ``factor_ranks``: key -> rank of the low-rank products
+    that were held before."""
     rows, columns = (sum(map(len, spans)) for spans in (shard.rows, shard.columns))
     adapters = [change.adapter for change in changes]
     if not are_products(adapters):

@@ -61,7 +61,8 @@ class Targets:
         self.theirs = _by_name(theirs)
 
     def find(self, stem: str, leaf: str = "") -> Target | None:
-        """Find the tensor, or rows of it, that a key without its role names; ``leaf``: none for a weight."""
+        """Find the tensor, or rows of it (stem_of_rows), that a key without its role names; ``leaf``: a
+        parameter other than the weight."""
         if rows := ROWS.fullmatch(stem):
             whole = self.find(rows[1], leaf)
             return whole and self._rows_of(whole, int(rows[2]), int(rows[3]))

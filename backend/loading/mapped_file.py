@@ -1,4 +1,5 @@
-"""A safetensors file mapped read-only: ranks share its pages, and it may be larger than the memory."""
+"""A safetensors file mapped read-only, of which tensors are views: ranks of a machine share its pages, and it
+may be larger than the memory."""
 
 import json
 import mmap

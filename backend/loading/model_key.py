@@ -24,14 +24,16 @@ def model_key(message: Load) -> str:
 
 
 def check_unchanged(message: Load, before: str):
-    """Refuse a model whose key was ``before``, and is another one now. Raises UnsupportedError."""
+    """Refuse a model whose key was ``before`` when this rank began to read it, and is another one now. Raises
+    UnsupportedError."""
     if model_key(message) != before:
         name = quoted(Path(message.path).name)
         raise UnsupportedError(f"{name} was changed while it was read; load it again when it is complete")
 
 
 def content_key(path: str) -> str:
-    """Digest sizes, first megabytes and names of a model's files, alike on all machines; empty: none."""
+    """Digest the sizes, first megabytes (headers) and names of a model's files, the same on every machine.
+    Empty where they cannot be read."""
     digest = hashlib.sha256()
     root = Path(path)
     try:
@@ -47,7 +49,8 @@ def content_key(path: str) -> str:
 
 
 def check_same(path: str, own: str, first: str):
-    """Refuse a model whose ``content_key`` here is not rank 0's. Raises UnsupportedError."""
+    """Refuse a model whose ``content_key`` is another here than on rank 0's machine. Raises
+    UnsupportedError."""
     # what cannot be read here is refused by the load itself, with its reason
     if own and own != first:
         name = quoted(Path(path).name)

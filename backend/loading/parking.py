@@ -48,7 +48,8 @@ class StoredCopies:
         return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
 
     def keep(self, modules: Iterable[nn.Module], but: Collection[int]):
-        """Keep what the modules' quantized weights hold, where it is page locked, but for these ids."""
+        """Keep what the modules' quantized weights hold now, where that is page locked; ``but``: ids of
+        parameters that stay on the host."""
         for weight in quantized(modules):
             if all(_is_page_locked(each) and id(each) not in but for each in weight.parameters()):
                 self._copies[weight] = [parameter.data for parameter in weight.parameters()]

@@ -40,7 +40,8 @@ class StoredSize(NamedTuple):
 
 
 class Weights(Protocol):
-    """Tensors of a checkpoint, however stored. shapes: of weights; size, bytes_read: bytes of the files."""
+    """Tensors of a checkpoint, whatever it stores them as. shapes: those of the weights; size: bytes of the
+    files; bytes_read: what was read of them so far."""
 
     size: int
     shapes: Shapes

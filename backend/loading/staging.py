@@ -19,7 +19,8 @@ PIECE = 32 << 20
 
 
 class Staging:
-    """Two page-locked buffers that take turns; an ``event`` of each says when it may be written again."""
+    """Two page-locked buffers that take turns, made by ``empty``; an ``event`` of each says when it may be
+    written again."""
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ def upload_parameters(module: nn.Module, device: torch.device):
 
 
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return page-locked host memory, to which GPUs copy while nobody waits; other memory if none can be."""
+    """Return page-locked host memory, to which a GPU copies while nobody waits; where none can be page
+    locked, other memory, for which the host waits."""
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError:
@@ -87,7 +89,8 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Download:
-    """A tensor on its way to the host on a GPU's current stream, for which nobody waits; or a CPU's copy."""
+    """A tensor on its way to the host, for which nobody waits: from a GPU into page-locked memory, on its
+    current stream; on the CPU a copy."""
 
     def __init__(self, tensor: Tensor):
         if tensor.device.type == "cpu":

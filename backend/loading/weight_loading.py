@@ -88,14 +88,16 @@ def block_of(name: str, blocks: Container[str]) -> str | None:
 
 
 def keeps_packed(layer: type[nn.Module], is_cut: bool = False) -> bool:
-    """Return whether layers of a class keep a quantized weight as stored; ``is_cut``: over ranks."""
+    """Return whether layers of a class keep their weight as stored where that is quantized. ``is_cut``: by
+    tensor parallelism."""
     return layer in LINEAR or (is_cut and issubclass(layer, nn.Linear))
 
 
 def matrices(
     checkpoint: "Checkpoint", shards: Mapping[str, Shard], dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Matrix]:
-    """Return the parameters that stay quantized, cut as ``shards`` are; ``dtype``: of the model's inputs."""
+    """Return the parameters that stay quantized, from headers, cut over ranks as ``shards`` are; ``dtype``:
+    in which the model computes."""
     of_parameter = {}
     for layer, quantization in _quantized_layers(checkpoint):
         if not keeps_packed(type(checkpoint.transformer.get_submodule(layer)), layer in shards):
