@@ -12,6 +12,7 @@ from tolerance import assert_same_bits, assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
+from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import mesh
 
 FOUR_BITS = ("convrot_w4a4", "asym_w4a8_int8")
@@ -259,3 +260,14 @@ def test_files_without_a_description(folder, state, kind):
         open_checkpoint(str(folder / f"{kind}_{name}.safetensors")).files for name in ("described", "bare")
     )
     assert all(files.read(key).equal(described_files.read(key)) for key in matrices(state))
+
+
+def test_values_are_read_before_their_scales(folder, state, monkeypatch):
+    """What is largest has its memory on a device first."""
+    file = write_scaled(folder / "order.safetensors", state, "nvfp4")
+    files = open_checkpoint(str(file)).files
+    read, plain = [], TensorFiles.read
+    monkeypatch.setattr(TensorFiles, "read", lambda *a, **named: read.append(a[1]) or plain(*a, **named))
+    key = matrices(state)[0]
+    files.read(key)
+    assert read[0] == key and len(read) > 2
