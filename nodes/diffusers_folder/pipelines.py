@@ -181,7 +181,7 @@ def _open_blocks(folder: Path, name: str) -> TextPipeline:
             options |= {"dtype": "auto", "use_safetensors": True}
         return spec.load(pretrained_model_name_or_path=str(folder), **options)
 
-    parts = {name: _read(folder, "text encoder", load, spec) for name, spec in specs.items()}
+    parts = {part: _read(folder, "text encoder", load, spec) for part, spec in specs.items()}
     pipeline = block.init_pipeline()
     pipeline.update_components(**parts)
 
@@ -237,8 +237,9 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
         yield from _entries(value)
 
 
-def _read(folder: Path, what: str, action: Callable, *arguments, **options):
-    """Return what ``action`` reads; RefusedError with the library's reason where it cannot."""
+def _read(folder: Path, what: str, action: Callable, /, *arguments, **options):
+    """Return what ``action`` reads; RefusedError with the library's reason where it cannot. ``options``: any
+    name may be one, as those of a folder's parts are."""
     try:
         return action(*arguments, **options)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:

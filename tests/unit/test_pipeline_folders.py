@@ -89,6 +89,14 @@ def test_text_encoders_are_of_safetensors_on_this_disk(asked, folder):
     assert (options["transformer"], options["vae"]) == (None, None) and "text_encoder" not in options
 
 
+@pytest.mark.parametrize("part", ["folder", "what", "action"])
+def test_a_part_may_have_any_name(asked, tmp_path, part):
+    """A part that prompts do not need is left out by its name."""
+    pipelines.open_text(written(tmp_path / "sana", {**SANA, part: ["diffusers", "Other"]}))
+    [(_, options)] = asked
+    assert options[part] is None
+
+
 def test_a_text_encoder_of_blocks_is_of_safetensors_on_this_disk(asked, tmp_path):
     """A tokenizer has no weights."""
     folder = written(tmp_path / "flux3", {"_class_name": "Flux3ModularPipeline"})
