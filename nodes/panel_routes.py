@@ -38,21 +38,28 @@ def add_routes(
             return web.json_response({"error": str(error)}, status=400)
         return web.Response(text=found) if isinstance(found, str) else web.json_response(found)
 
-    async def ask(question: Callable[[], object], request) -> web.Response:
-        return await answered(question)
+    # functions, not partials: aiohttp prints a route with its handler's __name__
+    def ask(question: Callable[[], object]):
+        async def handle(request) -> web.Response:
+            return await answered(question)
 
-    async def act(action: Callable[[dict], object], request) -> web.Response:
-        if not is_of_page(request.headers):
-            return web.json_response({"error": "the request comes from another page."}, status=403)
-        try:
-            body = await request.json()
-        except json.JSONDecodeError:
-            body = None
-        if not isinstance(body, dict):
-            return web.json_response({"error": "the body is no JSON object."}, status=400)
-        return await answered(partial(action, body))
+        return handle
+
+    def act(action: Callable[[dict], object]):
+        async def handle(request) -> web.Response:
+            if not is_of_page(request.headers):
+                return web.json_response({"error": "the request comes from another page."}, status=403)
+            try:
+                body = await request.json()
+            except json.JSONDecodeError:
+                body = None
+            if not isinstance(body, dict):
+                return web.json_response({"error": "the body is no JSON object."}, status=400)
+            return await answered(partial(action, body))
+
+        return handle
 
     for name, question in questions.items():
-        routes.get(f"{PREFIX}/{name}")(partial(ask, question))
+        routes.get(f"{PREFIX}/{name}")(ask(question))
     for name, action in actions.items():
-        routes.post(f"{PREFIX}/{name}")(partial(act, action))
+        routes.post(f"{PREFIX}/{name}")(act(action))

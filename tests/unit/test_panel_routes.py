@@ -73,12 +73,18 @@ def ask(module):
         return asyncio.run(routes.handlers[method, f"/parallel_dit/{name}"](request))
 
     ask.done = done
+    ask.handlers = routes.handlers
     return ask
 
 
 def test_questions_are_answered_as_json_or_text(ask):
     assert json.loads(ask("GET", "status").text) == {"backends": []}
     assert ask("GET", "log").text == "<b>"
+
+
+def test_a_route_can_be_printed(ask):
+    """aiohttp's RouteDef takes the name of its handler for that."""
+    assert all(handler.__name__ for handler in ask.handlers.values())
 
 
 def test_a_mistake_is_one_sentence_and_a_bug_is_not_hidden(ask):
