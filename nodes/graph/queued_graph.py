@@ -187,8 +187,10 @@ def loader_of(graph: dict, node: str) -> str | None:
 def _loader_before(graph: dict, node: str | None, known: dict[str, str | None]) -> str | None:
     """Return ``node`` where it is a loader, else the one that all its inputs are from. ``known``: those that
     are known by now, None of a node after it: that is a cycle, which ComfyUI itself refuses."""
-    if node is None or node in known:
-        return known.get(node or "")
+    if node is None:
+        return None
+    if node in known:
+        return known[node]
     known[node] = None
     kind = graph[node].get("class_type")
     names: Iterable[str] = ()
