@@ -245,12 +245,20 @@ def _request_of(
     """Return what makes the request for latents of a ``size`` (B, C, [T,] H, W), the first of several, and
     reference latents next to them."""
     batch, sides = _sides(size, dit)
-    given = [sides_of(each.shape[1:]) for each in references]
 
     def request(shape: ModelShape) -> RequestEstimate:
         own, others = lora_bytes(dit)
-        about = dict(steps=max(1, steps), prompts=prompts, batch=batch, drained=drained)
-        return request_estimate(shape, sides, given, text, loras=own, other_loras=others, **about)
+        about = RequestEstimate(
+            text_tokens=text,
+            steps=max(1, steps),
+            prompts=prompts,
+            batch=batch,
+            drained=drained,
+            loras=own,
+            other_loras=others,
+        )
+        given = [sides_of(each.shape[1:]) for each in references]
+        return request_estimate(shape, sides, given, about)
 
     return request
 

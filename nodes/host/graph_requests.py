@@ -67,11 +67,8 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
     guidance = guidance_of(inputs)
     has_one_prompt = skips_negative(*guidance) if guidance else drained
     loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
-    return request_estimate(
-        shape,
-        sizes.sides(latent),
-        references(graph, sampler, shape.pixels, latent),
-        TEXT_TOKENS,
+    about = RequestEstimate(
+        text_tokens=TEXT_TOKENS,
         steps=_steps(graph, sampler, inputs),
         prompts=1 if has_one_prompt else 2,
         batch=latent.batch,
@@ -79,6 +76,8 @@ def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> Re
         loras=loras,
         other_loras=others,
     )
+    given = references(graph, sampler, shape.pixels, latent)
+    return request_estimate(shape, sizes.sides(latent), given, about)
 
 
 def _lora_bytes(graph: dict, loader: str) -> tuple[LoraBytes, LoraBytes]:

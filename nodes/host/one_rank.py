@@ -58,8 +58,8 @@ def projected_speedup(dit: ParallelDiT, sample: Sample) -> float | None:
         text = 0 if prompt is None else prompt.shape[1]
         prompts = 2 if any(name.startswith("negative.") for name in sample.tensors) else 1
         steps = len(sample.tensors["sigmas"]) - 1
-        about = dict(steps=steps, prompts=prompts, batch=noise.shape[0])
-        return request_estimate(shape, sides_of(size), given, text, **about)
+        about = RequestEstimate(text_tokens=text, steps=steps, prompts=prompts, batch=noise.shape[0])
+        return request_estimate(shape, sides_of(size), given, about)
 
     return planning.projected(dit.config, dit.choice, request)
 

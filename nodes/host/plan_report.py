@@ -28,8 +28,10 @@ def request_line(dit: ParallelDiT, prompts: int, of_graph: EstimateOf) -> str:
 
     def estimate(shape: ModelShape) -> RequestEstimate:
         told = of_graph(shape)
-        about = dict(steps=told.steps, prompts=prompts, drained=told.drained)
-        return request_estimate(shape, sides_of(latent), (), TEXT_TOKENS, **about)
+        about = RequestEstimate(
+            text_tokens=TEXT_TOKENS, steps=told.steps, prompts=prompts, drained=told.drained
+        )
+        return request_estimate(shape, sides_of(latent), (), about)
 
     config, _ = with_patches(dit.config, dit.choice, estimate)
     asked = Describe(

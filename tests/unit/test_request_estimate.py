@@ -6,7 +6,7 @@ import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
 from parallel_dit.nodes.host.request_estimate import request_estimate
 
-from backend.planner.machine import sides_of
+from backend.planner.machine import RequestEstimate, sides_of
 
 SHAPE = SimpleNamespace(patch=(1, 2, 2), static_text=False)
 
@@ -24,4 +24,5 @@ SHAPE = SimpleNamespace(patch=(1, 2, 2), static_text=False)
 def test_references_are_counted_behind_the_latent(shapes, tokens):
     """As admission counts them: an edit of one image has twice the tokens."""
     references = [sides_of(shape[1:]) for shape in shapes]
-    assert request_estimate(SHAPE, (1, 128, 128), references, 0).image_tokens == tokens
+    asked = request_estimate(SHAPE, (1, 128, 128), references, RequestEstimate(steps=4))
+    assert asked.image_tokens == tokens and asked.reference_tokens == tokens - 4096 and asked.steps == 4
