@@ -21,6 +21,8 @@ from .request_estimate import request_estimate
 MAX_REQUESTS = 500
 #: Names of a request's reference latents, of one prompt.
 REFERENCES = ("positive.ref_latents.", "positive.context_latents.", "positive.time_dim_concat")
+#: (key of a request, configuration) -> what ``projected_speedup`` estimates: the latent waits for it.
+_projected: dict[tuple, float] = {}
 
 
 def path() -> Path:
@@ -43,12 +45,23 @@ def least_seconds(digest: str) -> float | None:
     return _read().get(digest)
 
 
-def projected_speedup(dit: ParallelDiT, sample: Sample) -> float | None:
+def projected_speedup(digest: str, dit: ParallelDiT, sample: Sample) -> float | None:
     """Estimate how many times as fast as one rank a request runs, where the planner knows machine and model
-    from before and has not said it in its choice."""
+    from before and has not said it in its choice. ``digest``: its key, for which it is estimated once."""
     if dit.auto is not None:
         return None
+    asked = (digest, dit.config)
+    for oldest in list(_projected)[:-MAX_REQUESTS]:
+        del _projected[oldest]
+    if asked not in _projected:
+        times = _projection(dit, sample)
+        if times is None:  # perhaps known by the next run
+            return None
+        _projected[asked] = times
+    return _projected[asked]
 
+
+def _projection(dit: ParallelDiT, sample: Sample) -> float | None:
     def request(shape: ModelShape) -> RequestEstimate:
         noise = sample.tensors["noise"]
         size = sample.latent_shapes[0] if sample.latent_shapes else noise.shape[1:]

@@ -84,7 +84,7 @@ class RemoteSolver:
         if self.dit.config.world_size == 1:
             one_rank.note_seconds(digest, seconds / steps)
         before = one_rank.least_seconds(digest)
-        projected = one_rank.projected_speedup(self.dit, request) if before is None else None
+        projected = one_rank.projected_speedup(digest, self.dit, request) if before is None else None
         return run_lines(self.dit.config, steps, seconds, device, before, projected)
 
     def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:

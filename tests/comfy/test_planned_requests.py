@@ -51,7 +51,19 @@ def test_reference_images_are_counted(monkeypatch, references, static_text):
     tensors = {"noise": LATENT, "sigmas": torch.linspace(1, 0, 5), "positive.c_crossattn": PROMPT}
     tensors |= {f"positive.ref_latents.{i}": each for i, each in enumerate(given)}
     sample = Sample("m", "euler", 1.0, 1, tensors=tensors)
-    assert one_rank.projected_speedup(handle(None), sample) == asked
+    digest = f"{references} references, {static_text}"
+    assert one_rank.projected_speedup(digest, handle(None), sample) == asked
+
+
+def test_a_speedup_is_estimated_once_for_a_request(monkeypatch):
+    """The latent waits for it; what is not known yet is asked again."""
+    answers = [None, 1.5, 2.5]
+    monkeypatch.setattr(one_rank, "_projected", {})
+    monkeypatch.setattr(one_rank.planning, "projected", lambda config, model, request: answers.pop(0))
+    sample = Sample("m", "euler", 1.0, 1)
+    asked = ["first", "first", "first", "second", "second"]
+    times = [one_rank.projected_speedup(digest, handle(None), sample) for digest in asked]
+    assert times == [None, 1.5, 1.5, 2.5, 2.5]
 
 
 @pytest.fixture
