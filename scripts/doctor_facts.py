@@ -25,7 +25,7 @@ import doctor_visible
 import torch
 import torch.cuda.nccl
 from doctor_copies import Copies
-from doctor_hangs import driver_says
+from doctor_processes import driver_says
 from doctor_under_load import UnderLoad
 from doctor_wheels import WHEELS, Wheel, is_installed, tried
 

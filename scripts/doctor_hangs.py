@@ -1,13 +1,11 @@
 """What is kept of ranks that hang or end while scripts/doctor.py --full runs: their log, where their threads
 are, and what nvidia-smi shows meanwhile."""
 
-import shutil
-import subprocess
 import time
 
 from doctor_findings import OutOfTime
+from doctor_processes import driver_says
 
-from backend.client import driver_query
 from backend.client.pool import Backend
 from backend.client.probe_process import hang_remedy
 from backend.client.status import end_of
@@ -112,13 +110,3 @@ def evidence(backend: Backend) -> dict[str, str]:
         "nvidia-smi": driver_says(["nvidia-smi"], SMI_SECONDS),
         "steps": process.watch.steps_of_ranks(0),
     }
-
-
-def driver_says(command: list[str], seconds: float) -> str:
-    """Return what a program of a GPU's driver prints, or why it failed; nothing where it is not there."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        return driver_query.answer(command, seconds).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{command[0]} failed: {error}"

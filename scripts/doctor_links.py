@@ -1,8 +1,9 @@
 """What scripts/doctor.py --full says of links between ranks, by the probe of auto."""
 
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found
-from doctor_hangs import SMI_SECONDS, driver_says
+from doctor_hangs import SMI_SECONDS
 from doctor_lab import Lab
+from doctor_processes import driver_says
 from doctor_slow_copies import SLOW_LINK
 
 from backend.client.probe_process import FAILED, UnmeasuredError, hang_remedy
