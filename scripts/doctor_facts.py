@@ -148,7 +148,8 @@ class Facts:
     def topology(self) -> str:
         """The matrix of links (of nvidia-smi NV#: NVLink, PIX, PHB, SYS: PCIe), for who reads the report."""
         commands = (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo", "--showdriverversion"])
-        return next(filter(None, (driver_says(command, SMI_SECONDS) for command in commands)), "")
+        command = next((each for each in commands if shutil.which(each[0])), None)
+        return "" if command is None else driver_says(command, SMI_SECONDS)
 
     @cached_property
     def build(self) -> dict[str, str]:
