@@ -67,6 +67,7 @@ def _listed(name: str, result) -> Found:
 
 
 def _failed(name: str, error: Exception, part: str) -> Finding:
+    """Say why a check failed. ``part``: the part of the check with ": " behind it, or nothing."""
     why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]
     text = f"{part}this check failed ({why})"
     if isinstance(error, ModuleNotFoundError):
@@ -81,7 +82,7 @@ def _failed(name: str, error: Exception, part: str) -> Finding:
 
 def short_of_memory(name: str, error: Exception, part: str) -> Finding:
     """Say that GPUs are too small for a check, and how much it needs. Ranks that run out in the middle had
-    been thought to have room."""
+    been thought to have room. ``part``: as in ``_failed``."""
     needs: dict[int, int] = getattr(error, "lacking", {})
     values = {"needs": needs, "error": str(error)}
     if not needs:

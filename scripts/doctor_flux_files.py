@@ -2,6 +2,7 @@
 with a LoRA, in requests of few steps without a negative prompt."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from doctor_degrees import shape_methods
@@ -44,8 +45,18 @@ def flux_files(lab: Lab) -> Found:
     one: dict[str, tuple[float, Run]] = {}
     for label in while_time(lab, order):
         name, kind, file = order[label]
-        timed = (label, configs[name], kind, file, loras, request, what, one)
-        yield from possible(CHECK, label, _timed, lab, *timed)
+        timed = partial(
+            _timed,
+            label=label,
+            config=configs[name],
+            kind=kind,
+            path=file,
+            loras=loras,
+            request=request,
+            what=what,
+            one=one,
+        )
+        yield from possible(CHECK, label, timed, lab)
 
 
 def _timed(

@@ -3,6 +3,7 @@ chart of all seconds."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from doctor_degrees import methods, shape_methods, turns_of
@@ -53,8 +54,18 @@ def _of_family(lab: Lab, family: str) -> Found:
         if kind not in files:
             yield from possible("shapes", f"{family}, {kind}", make_file, lab, family, kind, files)
         if file := files[kind]:
-            timed = (label, configs[name], kind, file, request, what, one)
-            yield from possible("shapes", label, _shape, lab, *timed, STEPS.get(family))
+            timed = partial(
+                _shape,
+                label=label,
+                config=configs[name],
+                kind=kind,
+                path=file,
+                request=request,
+                what=what,
+                one=one,
+                steps=STEPS.get(family),
+            )
+            yield from possible("shapes", label, timed, lab)
 
 
 def make_file(lab: Lab, family: str, kind: str, files: dict[str, Path | None]) -> list[Finding]:
