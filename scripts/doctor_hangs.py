@@ -1,7 +1,9 @@
-"""What is kept of ranks that hang or end while scripts/doctor.py --full runs: their log, where their threads
-are, and what nvidia-smi shows meanwhile."""
+"""Requests of scripts/doctor.py --full, which end ranks that hang. What is kept of those is their log, where
+their threads are, and what nvidia-smi shows meanwhile."""
 
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from doctor_findings import OutOfTime
 from doctor_processes import driver_says
@@ -10,7 +12,10 @@ from backend.client.pool import Backend
 from backend.client.probe_process import hang_remedy
 from backend.client.status import end_of
 from backend.config import ParallelConfig
-from backend.protocol import BackendError
+from backend.protocol import BackendError, Result, Sample
+
+if TYPE_CHECKING:  # doctor_lab imports this module
+    from doctor_lab import Lab
 
 #: What is said of ranks that hang where the check "links" has not failed.
 LINKS_FIRST = (
@@ -55,10 +60,22 @@ def _key(config: ParallelConfig) -> tuple:
     return config.topology(), config.attention, config.compile, config.num_pipeline_patch
 
 
-def sample(lab, config, backend, message, longest: float, is_slow=False, cancels=None, **how):
+def sample(
+    lab: "Lab",
+    config: ParallelConfig,
+    backend: Backend,
+    message: Sample,
+    longest: float,
+    is_slow: bool = False,
+    cancels: Callable[[], bool] | None = None,
+    has_killed: Callable[[], bool] | None = None,
+    **how,
+) -> Result | None:
     """Return the Result of a request; None where ``cancels`` says so. What takes ``longest`` seconds, or all
     that ``lab`` has left, is ended. ``is_slow``: as in Clock.has_hung; ``how``: as in Backend.sample. Raises
-    what ``late`` returns."""
+    RefusedError, BackendError where ranks end, HungError where they hang, and OutOfTime. ``lab.hung`` notes
+    a configuration whose ranks hang or are silent, unless ``has_killed``: the caller has ended one of them,
+    and the others wait for it."""
     began = time.monotonic()
     limit = lab.limit(longest)
     shown: dict[str, str] = {}
@@ -77,16 +94,25 @@ def sample(lab, config, backend, message, longest: float, is_slow=False, cancels
         result = backend.sample(message, should_cancel=should_cancel, **how)
     except BackendError:
         if not is_late():
-            if backend.process is not None and backend.process.silence:
+            is_silent = backend.process is not None and backend.process.silence
+            if is_silent and not (has_killed is not None and has_killed()):
                 lab.hung.note(config)
             raise
         result = None
-    if result is None and (cancels is None or is_late()):  # to be said even where the minutes are over
+    # to be said even where the minutes are over; None may be a cancel that came in time
+    if result is None and (cancels is None or time.monotonic() > limit):
         raise late(lab, config, time.monotonic() - began, longest, is_slow, shown)
     return result
 
 
-def late(lab, config: ParallelConfig, seconds: float, longest: float, is_slow=False, shown=None) -> Exception:
+def late(
+    lab: "Lab",
+    config: ParallelConfig,
+    seconds: float,
+    longest: float,
+    is_slow: bool = False,
+    shown: dict[str, str] | None = None,
+) -> HungError | OutOfTime:
     """Return HungError for ranks that were ended after so many seconds, which is noted, or OutOfTime where
     their time was over. ``shown``: their evidence."""
     if not lab.has_hung(seconds, longest, is_slow):

@@ -116,9 +116,12 @@ def _killed(lab: Lab, config: ParallelConfig, wanted: torch.Tensor) -> Finding:
             killed.append(time.monotonic())
             os.kill(backend.welcome.pids[1], signal.SIGKILL)
 
+    def has_killed() -> bool:
+        return bool(killed)
+
     why = ""
     try:
-        sample(lab, config, backend, request, RUN_SECONDS, on_progress=kill)
+        sample(lab, config, backend, request, RUN_SECONDS, on_progress=kill, has_killed=has_killed)
     except BackendError as error:
         why = str(error)
     seconds = time.monotonic() - (killed or [time.monotonic()])[0]

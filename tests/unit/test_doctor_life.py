@@ -53,6 +53,9 @@ class Ranks:
         for step in range(1, doctor_life.LONG + 1):
             on_progress(SimpleNamespace(step=step))
             is_seen = self.other.poll() is not None or step > 2 and self._is_dead()
+            if is_seen and self.fault == "silent":
+                self.process = SimpleNamespace(silence="rank 0 has been silent for 120 s")
+                raise BackendError(self.process.silence)
             if is_seen and self.fault != "deaf":
                 raise BackendError("a rank ended" if self.fault == "nameless" else "rank 1 was killed")
             if should_cancel() and self.fault != "deaf":
@@ -80,6 +83,7 @@ class LifeLab(StubLab):
         return self.ranks_here
 
     def run(self, config, path, sample, dtype="default", **how):
+        self.hung.check(config)
         self.runs += 1
         return doctor_lab.Run(torch.ones(4) + (self.fault == "drifts" and self.runs > 1), 0.1)
 
@@ -92,6 +96,7 @@ class LifeLab(StubLab):
         ("stays", {"parking"}),
         ("forgets", {"two models"}),
         ("nameless", {"a killed rank"}),
+        ("silent", {"a killed rank"}),
         ("drifts", {"cancel", "parking", "a killed rank"}),
     ],
 )
