@@ -44,13 +44,15 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
                 hidden_states=image, encoder_hidden_states=change, image_rotary_emb=image_rotary_emb
             )
             text = gated(text, change, text_gate[:, None])
+            del change
             text = within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text))
         else:
             # as fewer_passes.rotary has replaced it in diffusers' module
             function = transformer_flux.apply_rotary_emb  # pyright: ignore[reportPrivateImportUsage]
             turn = partial(function, freqs_cis=image_rotary_emb, sequence_dim=1)
             image = _attended(self.attn, image, self.attn.head_dim, turn)
-        image = _mlp(gated(hidden_states, image, gate[:, None]), self.norm2, self.ff, *of_image)
+        image = gated(hidden_states, image, gate[:, None])  # attention's output is gone before the MLP
+        image = _mlp(image, self.norm2, self.ff, *of_image)
         return text, within_range(image)
 
 
@@ -104,11 +106,10 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         of_references = None
         if modulate_index is not None:
             of_references = modulate_index[0] != 0
-            temb = temb.chunk(2)[0]
-        part = references.of_tokens(modulation, of_references)
-        scale = references.of_tokens(1 + modulation, of_references)  # not in place: it may be cached
+            temb = temb.chunk(2)[0]  # text's timestep is that of the other tokens
+        part = references.of_tokens(modulation, of_references, scales=(1, 4))
         text = encoder_hidden_states
-        change = modulated(self.img_norm1, hidden_states, scale(1), part(0))
+        change = modulated(self.img_norm1, hidden_states, part(1), part(0))
         if token_mixing.has_text():
             text_shift, text_scale, text_gate, *of_text = self.txt_mod(temb).chunk(6, dim=-1)
             change, text_change = self.attn(
@@ -118,13 +119,15 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
                 image_rotary_emb=image_rotary_emb,
             )
             text = gated(text, text_change, text_gate[:, None])
+            del text_change
             text = within_range(_mlp(text, self.txt_norm2, self.txt_mlp, *of_text))
         else:
             function = transformer_qwenimage.apply_rotary_emb_qwen
             turn = partial(function, freqs_cis=image_rotary_emb[0], use_real=False)
             change = _attended(self.attn, change, self.attn.inner_dim // self.attn.heads, turn)
         image = gated(hidden_states, change, part(2))
-        change = self.img_mlp(modulated(self.img_norm2, image, scale(4), part(3)))
+        del change
+        change = self.img_mlp(modulated(self.img_norm2, image, part(4), part(3)))
         return text, within_range(gated(image, change, part(5)))
 
 

@@ -135,15 +135,26 @@ def all_positions(
     return torch.cat([positions(one, corner, device, centred) for one, corner in pairs])
 
 
-def of_tokens(modulation: Tensor, of_references: Tensor | None) -> Callable[[int], Tensor]:
+def of_tokens(
+    modulation: Tensor, of_references: Tensor | None, scales: Collection[int] = ()
+) -> Callable[[int], Tensor]:
     """Return a function that makes one part of a modulation (2B, parts, F) for each token, (B, tokens, F): of
     its second half, which is that of timestep 0, where ``of_references`` (tokens) is set. All parts at once
-    would be as large as all else that a block holds. Without it: one of (B, parts, F), (B, 1, F)."""
+    would be as large as all else that a block holds. Without ``of_references`` the modulation is (B, parts,
+    F), and a part (B, 1, F). Of ``scales`` it makes 1 more."""
+    if of_references is None:
+
+        def of_sample(index: int) -> Tensor:
+            values = modulation[:, index, None]
+            return 1 + values if index in scales else values
+
+        return of_sample
+    halves = modulation.chunk(2)
+    # once for all scales, and not in place: the modulation may be cached
+    halves_of_scales = (1 + modulation).chunk(2) if scales else halves
 
     def part(index: int) -> Tensor:
-        if of_references is None:
-            return modulation[:, index, None]
-        own, zero = modulation.chunk(2)
+        own, zero = halves_of_scales if index in scales else halves
         return torch.where(of_references[:, None], zero[:, index, None], own[:, index, None])
 
     return part
