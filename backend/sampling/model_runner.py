@@ -171,7 +171,13 @@ class Runner:
     def plan(self, sigmas: list[Tensor]):
         """Bring the times of evaluations at ``sigmas`` (0-d, CPU) to the device, before the first step."""
         device = self.request.noise.device
-        self.times = {index: self._model_time(sigma).to(device) for index, sigma in enumerate(sigmas)}
+        schedule_of = self.model.family.noise.schedule
+        if schedule_of is None:
+            times = sigmas
+        else:
+            schedule = schedule_of(self.model.config)  # one for all: it computes its noise levels once
+            times = [schedule.timestep(sigma) for sigma in sigmas]
+        self.times = {index: time.to(device) for index, time in enumerate(times)}
         ends = {index: self.request.step_end(sigma) for index, sigma in enumerate(sigmas)}
         self.step_ends = {index: end.to(device) for index, end in ends.items() if end is not None}
 
@@ -238,10 +244,6 @@ class Runner:
         if self.request.times is not None:
             return self.request.times[context.samples]
         return self.times[context.evaluation]
-
-    def _model_time(self, sigma: Tensor) -> Tensor:
-        schedule = self.model.family.noise.schedule
-        return schedule(self.model.config).timestep(sigma) if schedule else sigma
 
     def begin_evaluation(self, evaluation: int, ratio: float):
         """Start an evaluation; ``ratio`` is its step in sigma over the one before (0: unknown)."""

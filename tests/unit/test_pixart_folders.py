@@ -7,6 +7,7 @@ import diffusers
 import pytest
 import torch
 from families import golden, to_vae_units
+from ranks.flux_requests import shortened
 from tiny import as_folder, error_in_std, write_checkpoint
 from variants import request
 from variants import write as write_variant
@@ -80,6 +81,26 @@ def test_the_folders_schedule_is_taken(tmp_path):
     schedule = pixart.schedule(open_checkpoint(str(folder)).config)
     assert (schedule.start, schedule.end, schedule.kind) == (0.0001, 0.012, "linear")
     assert pixart.schedule(open_checkpoint(str(file)).config) == pixart.SCHEDULE
+
+
+def test_more_steps_make_no_more_schedules(tmp_path, monkeypatch):
+    """A schedule computes its noise levels once: it was a new one in every evaluation."""
+    folder = pipeline(write_checkpoint(tmp_path / "file.safetensors", "pixart-sigma"))
+    sample, _ = golden("pixart-sigma__euler_simple", "tiny")
+    schedule = pixart.DiscreteSchedule
+    made = []
+
+    def counted(**entries):
+        made.append(entries)
+        return schedule(**entries)
+
+    monkeypatch.setattr(pixart, "DiscreteSchedule", counted)
+    counts = []
+    for steps in (1, 3):
+        made.clear()
+        sampled(folder, shortened(sample, steps))
+        counts.append(len(made))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize(
