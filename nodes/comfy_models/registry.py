@@ -69,13 +69,16 @@ def _in_channels(config: dict) -> dict:
     return {"in_channels": config["in_channels"]}
 
 
-def _flux(config: dict) -> str:
+# Names of ComfyUI's classes that follow from several config entries.
+
+
+def _flux_class(config: dict) -> str:
     if not config["guidance_embeds"]:
         return "FluxSchnell"
     return "FluxInpaint" if config["in_channels"] == 4 * 96 else "Flux"  # Fill: an image and a mask
 
 
-def _wan(config: dict) -> str:
+def _wan_class(config: dict) -> str:
     if config.get("camera_channels"):
         return "WAN21_Camera" if config.get("image_dim") else "WAN22_Camera"
     if config["out_channels"] == 48:
@@ -85,23 +88,24 @@ def _wan(config: dict) -> str:
     return {36: "WAN21_I2V", 48: "WAN21_FunControl2V"}.get(config["in_channels"], "WAN21_T2V")
 
 
-def _hunyuan_video(config: dict) -> str:
+def _hunyuan_video_class(config: dict) -> str:
     return {33: "HunyuanVideoI2V", 32: "HunyuanVideoSkyreelsI2V"}.get(config["in_channels"], "HunyuanVideo")
 
 
-def _hunyuan_video15(config: dict) -> str:
+def _hunyuan_video15_class(config: dict) -> str:
+    # super resolution has one of its own
     return "HunyuanVideo15_SR_Distilled" if config["in_channels"] == 98 else "HunyuanVideo15"
 
 
-def _cogvideox(config: dict) -> str:
+def _cogvideox_class(config: dict) -> str:
     if config["in_channels"] == config["out_channels"]:
         return "CogVideoX_T2V"
     return "CogVideoX_Inpaint" if config["in_channels"] == 48 else "CogVideoX_I2V"
 
 
-def _pixart(config: dict) -> str:
-    """Alpha's class has also the one of 512 pixels, which is not told the size. Its folder does not say
-    whether it is told, as Sigma's do."""
+def _pixart_class(config: dict) -> str:
+    """Return the name of the class with a PixArt's latents: Alpha's has also the one of 512 pixels, which is
+    not told the size. Its folder does not say whether it is told, as Sigma's do."""
     return "PixArtSigma" if config["use_additional_conditions"] is False else "PixArtAlpha"
 
 
@@ -111,7 +115,7 @@ REFERENCES = ("reference_latents",)
 
 FAMILIES = {
     "flux": ComfyFamily(
-        comfy_class=_flux,
+        comfy_class=_flux_class,
         needs=("pooled_output",),
         zeros={"y": "pooled_projection_dim"},
         accepts=REFERENCES,
@@ -119,24 +123,24 @@ FAMILIES = {
     ),
     "chroma": ComfyFamily("Chroma", linear_shift=True),
     "sd3": ComfyFamily("SD3", needs=("pooled_output",)),
-    "pixart": ComfyFamily(_pixart),
+    "pixart": ComfyFamily(_pixart_class),
     "hunyuan-dit": ComfyFamily(
         lambda config: "HunyuanDiT1" if config["use_style_cond_and_image_meta_size"] else "HunyuanDiT",
         needs=("conditioning_mt5xl", "attention_mask", "attention_mask_mt5xl"),
     ),
-    "hunyuan-video": ComfyFamily(_hunyuan_video, needs=("pooled_output",)),
+    "hunyuan-video": ComfyFamily(_hunyuan_video_class, needs=("pooled_output",)),
     "hunyuan-video-1.5": ComfyFamily(
-        _hunyuan_video15,
+        _hunyuan_video15_class,
         needs=("pooled_output",),
         shapes=("img_in.proj.weight",),
         translate=arguments.hunyuan_video15,
     ),
     "hunyuan-image-2.1": ComfyFamily("HunyuanImage21"),
-    "wan": ComfyFamily(_wan, accepts=REFERENCES, shapes=("patch_embedding.weight",)),
+    "wan": ComfyFamily(_wan_class, accepts=REFERENCES, shapes=("patch_embedding.weight",)),
     "wan-vace": ComfyFamily("WAN21_Vace", translate=arguments.wan_vace, shapes=("patch_embedding.weight",)),
     "wan-animate": ComfyFamily("WAN22_Animate", shapes=("patch_embedding.weight",)),
     "cogvideox": ComfyFamily(
-        _cogvideox,
+        _cogvideox_class,
         reads=lambda config: {
             "in_channels": config["in_channels"],
             "ofs_proj_dim": config.get("ofs_embed_dim"),
