@@ -32,6 +32,7 @@ LEFT_OUT = {
     "unit/test_lora_products.py::test_stacks_are_the_whole_differences": "every stack of every kind",
     "unit/test_lora_products.py::test_compiled_blocks_have_no_graphs_of_their_own_for_them": "traces blocks",
     "unit/test_qwen_image21_masks.py::test_compiled_blocks_share_the_mask_too": "traces blocks",
+    "unit/test_compiled_first_frame.py::test_blocks_of_a_given_first_frame_are_compiled": "traces blocks",
     "unit/test_compiled_blocks.py::test_quantized_layers_are_one_node_of_a_graph": "traces blocks",
     "unit/test_compiled_blocks.py::test_staged_blocks_are_told_apart_from_compiled_ones": "traces blocks",
     "unit/test_variants.py::test_modulation_of_a_mask_is_kept_once_a_level": "three requests of a video",
