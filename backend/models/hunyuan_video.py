@@ -26,22 +26,23 @@ from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import IN_OUT, Layout, blocks_of, rope_axes, under
 
 
-def _parts(linear, embedding, first_embedding, count):
-    """Return the parts (B, D) of the modulation by the request's timestep, and by the first frame's."""
-    first = getattr(linear, "second", linear)  # where the layer is cached
-    embeddings = (linear(F.silu(embedding)), first(F.silu(first_embedding)))
-    return [each.chunk(count, dim=1) for each in embeddings]
+def _parts(linear, embedding, first_embedding, parts):
+    """Return so many ``parts`` (B, D) of the modulation by the request's timestep, and by the first frame's.
+    A cached layer answers for the first frame's timestep through ``second``."""
+    first = getattr(linear, "second", linear)
+    made = (linear(F.silu(embedding)), first(F.silu(first_embedding)))
+    return [each.chunk(parts, dim=1) for each in made]
 
 
 class Norm(AdaLayerNormZero):
-    def forward(self, x, emb: Any = None, replaced=None, count=0):
+    def forward(self, x, emb: Any = None, replaced=None, tokens=0):
         if replaced is None:
             return super().forward(x, emb=emb)
         usual, first = _parts(self.linear, emb, replaced, 6)
         normed = self.norm(x)
-        pieces = ((normed[:, :count], first), (normed[:, count:], usual))
-        x = torch.cat([x * (1 + part[1][:, None]) + part[0][:, None] for x, part in pieces], dim=1)
-        return x, *usual[2:], *first[2:]
+        pieces = ((normed[:, :tokens], first), (normed[:, tokens:], usual))
+        modulated = [piece * (1 + part[1][:, None]) + part[0][:, None] for piece, part in pieces]
+        return torch.cat(modulated, dim=1), *usual[2:], *first[2:]
 
 
 class FirstFrameBlock(hunyuan.HunyuanVideoTokenReplaceTransformerBlock):
