@@ -6,9 +6,9 @@ from typing import Any
 Config = Mapping[str, Any]
 
 
-def constant(*value: int) -> Callable[[Config], Any]:
-    """Return a function that returns ``value`` for every configuration."""
-    return lambda config: value
+def constant(time: int, height: int, width: int) -> Callable[[Config], tuple[int, int, int]]:
+    """Return a function that returns these three numbers for every configuration."""
+    return lambda config: (time, height, width)
 
 
 def entries(**names: str) -> Callable[[Config], dict[str, int]]:
