@@ -1,5 +1,5 @@
 """LTX-Video of Lightricks (0.9 to 0.9.8), text or image to video: 28 or 48 blocks; one latent pixel a token,
-the prompt read through cross-attention."""
+the prompt read through cross-attention. Tokens may have noise levels of their own (token_levels.py)."""
 
 from dataclasses import replace
 from typing import Any

@@ -11,8 +11,9 @@ from .shape_only import has_values, join_latents, shape_only
 
 
 class NestedOutput(nn.Module):
-    """What Blocks.output_layer names of such a model: after it the outputs of a rank's own tokens are filled
-    up to those of all latents, in one tensor. It has no weights."""
+    """What Blocks.output_layer names of a model that denoises several latents, each with a last layer: after
+    it the outputs of a rank's own tokens are filled up to those of all latents, in one tensor. It has no
+    weights."""
 
     def __init__(self, order: tuple[int, ...]):
         super().__init__()
