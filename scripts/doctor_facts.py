@@ -25,7 +25,6 @@ import doctor_visible
 import torch
 import torch.cuda.nccl
 from doctor_copies import Copies
-from doctor_processes import driver_says
 from doctor_under_load import UnderLoad
 from doctor_wheels import WHEELS, Wheel, is_installed, tried
 
@@ -149,7 +148,7 @@ class Facts:
         """The matrix of links (of nvidia-smi NV#: NVLink, PIX, PHB, SYS: PCIe), for who reads the report."""
         commands = (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo", "--showdriverversion"])
         command = next((each for each in commands if shutil.which(each[0])), None)
-        return "" if command is None else driver_says(command, SMI_SECONDS)
+        return "" if command is None else driver_query.driver_says(command, SMI_SECONDS)
 
     @cached_property
     def build(self) -> dict[str, str]:

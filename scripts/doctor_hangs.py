@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from doctor_findings import OutOfTime
-from doctor_processes import driver_says
 
+from backend.client.driver_query import driver_says
 from backend.client.pool import Backend
 from backend.client.probe_process import hang_remedy
 from backend.client.status import end_of

@@ -3,9 +3,9 @@
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found
 from doctor_hangs import SMI_SECONDS
 from doctor_lab import Lab
-from doctor_processes import driver_says
 from doctor_slow_copies import SLOW_LINK
 
+from backend.client.driver_query import driver_says
 from backend.client.probe_process import FAILED, UnmeasuredError, hang_remedy
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-from backend.client import driver_query
 
 #: Programs that are told to end have this long, torchrun and its ranks among them; then they are killed.
 GRACE_SECONDS = 10.0
@@ -78,16 +75,6 @@ def run(command: list, seconds: float, folder: Path, environment: dict[str, str]
             process.stdin.close()
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_ERRORS))
         return Ended(code, seconds, errors.read().decode(errors="replace"))
-
-
-def driver_says(command: list[str], seconds: float) -> str:
-    """Return what a program of a GPU's driver prints, or why it failed; nothing where it is not there."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        return driver_query.answer(command, seconds).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"{command[0]} failed: {error}"
 
 
 def _end(session: int):

@@ -1,6 +1,7 @@
 """Asks programs of a GPU's driver (nvidia-smi, rocm-smi), which hang where the driver does: SIGKILL does not
 end them then, and subprocess.run would wait for that. Standard library only."""
 
+import shutil
 import subprocess
 import time
 
@@ -39,6 +40,16 @@ def answer(command: list[str], seconds: float) -> subprocess.CompletedProcess[st
                 pipe.close()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def driver_says(command: list[str], seconds: float) -> str:
+    """Return what a program of a GPU's driver prints, or why it failed; nothing where it is not there."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        return answer(command, seconds).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{command[0]} failed: {error}"
 
 
 def _has_ended(process: subprocess.Popen) -> bool:

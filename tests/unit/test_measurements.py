@@ -10,7 +10,6 @@ import time
 from types import SimpleNamespace
 
 import doctor_facts
-import doctor_processes
 import interpreters
 import pytest
 
@@ -287,7 +286,7 @@ def test_a_driver_that_is_slow_alone_is_asked_again(hanging, monkeypatch):
 def test_nor_by_the_doctor(hanging, monkeypatch):
     monkeypatch.setattr(doctor_facts, "SMI_SECONDS", 0.2)
     began = time.monotonic()
-    said = doctor_processes.driver_says(["nvidia-smi"], 0.2)
+    said = driver_query.driver_says(["nvidia-smi"], 0.2)
     assert said.startswith("nvidia-smi failed: ")
     driver_query._paused.clear()
     assert doctor_facts.Facts().topology.startswith("nvidia-smi failed: ")
