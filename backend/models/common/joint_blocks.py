@@ -37,6 +37,7 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
             streams = super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb)
             return all_within_range(*streams)
         text = encoder_hidden_states
+        of_text: list[Tensor] = []
         image, gate, *of_image = self.norm1(hidden_states, emb=temb)
         if token_mixing.has_text():
             change, text_gate, *of_text = self.norm1_context(text, emb=temb)
@@ -45,14 +46,15 @@ class FluxBlock(transformer_flux.FluxTransformerBlock):
             )
             text = gated(text, change, text_gate[:, None])
             del change
-            text = within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text))
         else:
             # as fewer_passes.rotary has replaced it in diffusers' module
             function = transformer_flux.apply_rotary_emb  # pyright: ignore[reportPrivateImportUsage]
             turn = partial(function, freqs_cis=image_rotary_emb, sequence_dim=1)
             image = _attended(self.attn, image, self.attn.head_dim, turn)
         image = gated(hidden_states, image, gate[:, None])  # attention's output is gone before the MLP
-        image = _mlp(image, self.norm2, self.ff, *of_image)
+        image = _mlp(image, self.norm2, self.ff, *of_image)  # first, as by the graph of a rank that compiles
+        if of_text:
+            text = within_range(_mlp(text, self.norm2_context, self.ff_context, *of_text))
         return text, within_range(image)
 
 
@@ -109,6 +111,7 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
             temb = temb.chunk(2)[0]  # text's timestep is that of the other tokens
         part = references.of_tokens(modulation, of_references, scales=(1, 4))
         text = encoder_hidden_states
+        of_text: list[Tensor] = []
         change = modulated(self.img_norm1, hidden_states, part(1), part(0))
         if token_mixing.has_text():
             text_shift, text_scale, text_gate, *of_text = self.txt_mod(temb).chunk(6, dim=-1)
@@ -120,7 +123,6 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
             )
             text = gated(text, text_change, text_gate[:, None])
             del text_change
-            text = within_range(_mlp(text, self.txt_norm2, self.txt_mlp, *of_text))
         else:
             function = transformer_qwenimage.apply_rotary_emb_qwen
             turn = partial(function, freqs_cis=image_rotary_emb[0], use_real=False)
@@ -128,7 +130,11 @@ class QwenBlock(transformer_qwenimage.QwenImageTransformerBlock):
         image = gated(hidden_states, change, part(2))
         del change
         change = self.img_mlp(modulated(self.img_norm2, image, part(4), part(3)))
-        return text, within_range(gated(image, change, part(5)))
+        image = gated(image, change, part(5))
+        del change
+        if of_text:  # after the image, as by the graph of a rank that compiles: all send in one order
+            text = within_range(_mlp(text, self.txt_norm2, self.txt_mlp, *of_text))
+        return text, within_range(image)
 
 
 class ZImageBlock(transformer_z_image.ZImageTransformerBlock):
