@@ -39,7 +39,7 @@ def build() -> dict[str, str]:
 def version_of(folder: Path) -> str:
     """Return the commit of the pack in a folder, or its version where that is no clone."""
     if (folder / ".git").exists():  # elsewhere git describes the repository around it, as ComfyUI's
-        # whose clone it is does not matter: nothing of it is run
+        # whose clone it is does not matter: this process runs its code already
         command = ["git", "-c", "safe.directory=*", "-C", str(folder), "describe", "--always", "--dirty"]
         with suppress(OSError, subprocess.SubprocessError):
             described = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)

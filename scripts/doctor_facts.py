@@ -316,7 +316,7 @@ def finite(value: Any) -> Any:
     """Return what JSON has of a value: numbers that are none become words."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return finite(vars(value))
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
