@@ -29,7 +29,7 @@ import torch
 from backend import protocol
 from backend.client import pool
 from backend.config import ParallelConfig
-from backend.protocol import framing
+from backend.protocol import framing, socket_options
 
 #: Latent -> shape, and most milliseconds for its round trip.
 LATENTS = {
@@ -49,6 +49,7 @@ def echo(path: str):
         listener.bind(path)
         listener.listen()
         connection, _ = listener.accept()
+    socket_options.prepare(connection)
     with connection:
         try:
             while True:
@@ -66,6 +67,7 @@ def connected(path: str) -> socket.socket:
     while True:
         try:
             sock.connect(path)
+            socket_options.prepare(sock)
             return sock
         except (FileNotFoundError, ConnectionRefusedError):
             if time.monotonic() > deadline:

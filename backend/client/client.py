@@ -10,7 +10,7 @@ from contextlib import suppress
 from .. import protocol
 from ..config import ConfigError
 from ..errors import SHORT
-from ..protocol import BackendError, Failure, RefusedError, framing, handshake, tcp
+from ..protocol import BackendError, Failure, RefusedError, framing, handshake, socket_options
 from ..protocol.messages import LORAS
 from ..runtime.callbacks import nothing
 from . import fork_guard
@@ -56,7 +56,7 @@ def open_socket(address: str) -> socket.socket:
     sock.settimeout(CONNECT_SECONDS)
     try:
         sock.connect(target)
-        tcp.prepare(sock)
+        socket_options.prepare(sock)
     except (UnicodeError, TypeError) as error:  # of a name that no host can have
         sock.close()
         raise OSError(f"{host!r} is no host's name") from error

@@ -13,7 +13,7 @@ from contextlib import suppress
 import psutil
 
 from .. import protocol
-from ..protocol import ProtocolError, handshake, tcp
+from ..protocol import ProtocolError, handshake, socket_options
 from ..protocol.framing import receive, send
 from ..protocol.handshake import HELLO_SECONDS, MAX_HELLO
 from .job_queue import Job, JobQueue
@@ -191,7 +191,7 @@ class Server:
         while self.listener.fileno() >= 0:
             try:
                 connection, _ = self.listener.accept()
-                tcp.prepare(connection)
+                socket_options.prepare(connection)
             except OSError:
                 time.sleep(0.1)  # the client left before it was in, or this process has too many files open
                 continue

@@ -12,9 +12,9 @@ from handshakes import TOKEN, closed, connect, greeted
 from backend import protocol
 from backend.client.client import BackendClient, HandshakeError
 from backend.loading.staging import Download
-from backend.protocol import BackendError, Failure, Load, Ping, Pong, Welcome, framing, tcp
+from backend.protocol import BackendError, Failure, Load, Ping, Pong, Welcome, framing
 from backend.serving.progress import Previews, progress
-from backend.serving.server import MAX_CLIENTS, MAX_WAITING, Server, listen
+from backend.serving.server import MAX_CLIENTS, MAX_WAITING, listen
 
 
 def test_garbage_closes_one_connection_only(server):
@@ -158,22 +158,6 @@ def test_too_many_connections_are_closed_and_places_come_back(server):
     pytest.fail("a place was not given back")
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux's names of the options")
-def test_a_peer_whose_machine_is_gone_is_found_by_both_ends():
-    """Its places are given back, and who waits for an answer is told; tcp itself asks nothing for hours."""
-    server = Server("tcp:127.0.0.1:0", TOKEN, Welcome(1, "cpu", {}, [1]), dict)
-    client = BackendClient(f"tcp:127.0.0.1:{server.listener.getsockname()[1]}", TOKEN)
-    client.request(Ping())  # it is in by now
-    (member,) = server.members
-    for end in (client._socket, member.connection):
-        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        for name, value in tcp.OPTIONS.items():
-            found = end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
-            assert found == value or (name == "TCP_NODELAY" and found), name
-    client.close()
-    server.listener.close()
-
-
 def test_a_slow_reader_does_not_hold_up_replies(server):
     """Replies wait in the connection's own outbox: the thread of the ranks never blocks on a client."""
     client = greeted(server)
@@ -193,7 +177,9 @@ def test_a_client_that_leaves_unread_replies_gives_its_place_back(server, monkey
     monkeypatch.setattr("backend.serving.server.LEAVE_SECONDS", 0.2)
     before, client = server.clients._value, greeted(server)
     framing.send(client, Load("/a"))
-    server.jobs.next(5).reply(protocol.Loaded("m", "x" * 1_000_000))
+    job = server.jobs.next(5)
+    for _ in range(20):  # more than a socket's buffer holds
+        job.reply(protocol.Loaded("m", "x" * 1_000_000))
     client.shutdown(socket.SHUT_WR)
     deadline = time.monotonic() + 60
     while server.clients._value < before and time.monotonic() < deadline:
