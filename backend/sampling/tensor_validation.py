@@ -21,25 +21,25 @@ TYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
 def check_numbers(tensors: dict[str, Tensor]):
-    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError. A sum shows both in
-    one pass over the tensor, and overflows itself at worst."""
+    """Refuse NaN and infinity, and types that no model takes. Raises UnsupportedError."""
     for name, value in tensors.items():
         if value.dtype not in TYPES:
             raise UnsupportedError(f"{name:.100} is of {value.dtype}; send float32, float16 or bfloat16.")
-        if (
-            value.is_floating_point()
-            and not math.isfinite(value.sum(dtype=torch.float32).item())
-            and not torch.isfinite(value).all()
-        ):
+        if value.is_floating_point() and not is_finite(value):
             raise UnsupportedError(f"{name} holds NaN or infinity; look at the node that made it.")
+
+
+def is_finite(value: Tensor) -> bool:
+    """Return whether no value is NaN or infinity. A sum shows both in one pass over the tensor, where
+    ``isfinite`` takes several; it overflows itself at worst."""
+    return math.isfinite(value.sum(dtype=torch.float32).item()) or bool(torch.isfinite(value).all())
 
 
 def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str):
     """Refuse a ``result`` of the model in the file ``name`` that holds no number. Raises UnsupportedError.
     Where some values are numbers, ComfyUI shows what there is; zeros among the others are gaps, which the
     model has not computed (latent_tokens.PartialGrid)."""
-    finite = torch.isfinite(result)
-    if finite.all() or result[finite].any():
+    if is_finite(result) or result[torch.isfinite(result)].any():
         return
     kind = dtype_name(dtype)
     is_half = dtype == torch.float16
