@@ -1,6 +1,9 @@
 """Tries an attention kernel before a request runs with it: a package that can be imported may have no binary
 for the GPU, and cuDNN no plan for its heads. In a block that would end the ranks, again at every request."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,8 +12,9 @@ from ..hardware.device_memory import check_not_lost, is_out_of_memory
 from .attention_kernels import SDPA, give_up_flash, has_flash
 from .kernel_table import activated, flash_of_torch, kernel_of
 
-#: Samples, tokens and heads that are tried.
-SAMPLES, TOKENS, HEADS = 2, 128, 3
+#: Samples, tokens and heads that are tried. Tokens are no multiple of a kernel's tiles of 64 or 128: a
+#: last tile that is not full is a case of its own.
+SAMPLES, TOKENS, HEADS = 2, 200, 3
 #: Kernels in int8 and fp4 are off by a smaller share of each head's values, and by less in their log-sum-exp.
 #: More is a kernel that fails without saying so, or whose log-sum-exp is in base 2 (off by 2 and more here).
 MAX_ERROR = 0.5
@@ -25,11 +29,8 @@ NO_MEMORY = "memory ran out"
 def failure(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
     """Return why the kernel ``name`` does not attend here, empty where it does; ``lse``: with the log-sum-exp
     too. NO_MEMORY where memory runs out. Raises where the device is lost."""
-    try:
-        return _wrong(name, dtype, head_size, lse, device)
-    except Exception as failed:  # a wheel raises what it likes
-        lost = f"attention is {name}, whose trial lost the GPU; set it to auto"
-        return _why(failed, device, lost) or NO_MEMORY
+    lost = f"attention is {name}, whose trial lost the GPU; set it to auto"
+    return _outcome(partial(_wrong, name, dtype, head_size, lse, device), device, lost)
 
 
 def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> str:
@@ -53,28 +54,36 @@ def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: tor
 
 
 @torch.inference_mode()
-def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device):
+def settle(dtype: torch.dtype, head_size: int, lse: bool, device: torch.device) -> bool:
     """Have torch attend without cuDNN where its own choice of kernels fails or is wrong, and rings (``lse``),
-    which call its flash kernel themselves, without that where it fails. All of them are exact, so ranks need
-    not agree. Raises where the device is lost."""
+    which call its flash kernel themselves, without that where it is. Return whether that is known: not where
+    memory runs out. All of them are exact, so ranks need not agree. Raises where the device is lost."""
     lost = "torch's attention lost the GPU when it was tried; update torch or the driver"
-    try:
-        q, k, v = _numbers(dtype, head_size, device)
-        why = _off(_error([SDPA(q, k, v)], SDPA(q.float(), k.float(), v.float())))
-    except Exception as failed:
-        why = _why(failed, device, lost)
-    if why:
-        print(f"torch's attention failed ({why}), and goes on without cuDNN's")
+    whys = [_outcome(partial(_wrong_choice, dtype, head_size, device), device, lost)]
+    if whys[0] not in ("", NO_MEMORY):
+        print(f"torch's attention failed ({whys[0]}), and goes on without cuDNN's")
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if not lse or dtype == torch.float32 or not has_flash(device):
-        return
-    try:
-        q, k, v = _numbers(dtype, head_size, device)
-        flash_of_torch(q, k, v, scale=head_size**-0.5, lse=True)[0].sum().item()
-    except Exception as failed:
-        if why := _why(failed, device, lost):
-            print(f"torch's flash kernel failed ({why}), and rings go on without it")
+    if lse and dtype != torch.float32 and has_flash(device):
+        whys.append(_outcome(partial(_wrong_flash, dtype, head_size, device), device, lost))
+        if whys[1] not in ("", NO_MEMORY):
+            print(f"torch's flash kernel failed ({whys[1]}), and rings go on without it")
             give_up_flash(device)
+    return NO_MEMORY not in whys
+
+
+def _wrong_choice(dtype: torch.dtype, head_size: int, device: torch.device) -> str:
+    """Return what is wrong with the values of torch's own choice of kernels."""
+    q, k, v = _numbers(dtype, head_size, device)
+    return _off(_error([SDPA(q, k, v)], SDPA(q.float(), k.float(), v.float())))
+
+
+def _wrong_flash(dtype: torch.dtype, head_size: int, device: torch.device) -> str:
+    """Return what is wrong with the values of torch's flash kernel, or with its log-sum-exp."""
+    q, k, v = _numbers(dtype, head_size, device)
+    scale = head_size**-0.5
+    wanted, wanted_sums = _wanted(q, k, v, scale)
+    out, sums = flash_of_torch(q, k, v, scale=scale, lse=True)
+    return _off(_error([out], wanted)) or _wrong_sums(sums, wanted_sums)
 
 
 def refusal(name: str, failures: list[str]) -> str:
@@ -99,8 +108,7 @@ def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float
     assert call is not None, "torch's own kernels are settled"
     scale = q.shape[-1] ** -0.5
     # before the calls, which may change what they are given
-    wanted = SDPA(q.float(), k.float(), v.float(), scale=scale)
-    wanted_sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
+    wanted, wanted_sums = _wanted(q, k, v, scale)
     with activated(name):
         # with the log-sum-exp last: sums are its
         answers = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
@@ -108,6 +116,12 @@ def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float
         raise ValueError("it returns a tensor, not a pair of output and log-sum-exp")
     error = _error([out for out, _ in answers], wanted)
     return error, _wrong_sums(answers[-1][1], wanted_sums) if lse else ""
+
+
+def _wanted(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return values and log-sum-exp of attention in float32."""
+    sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
+    return SDPA(q.float(), k.float(), v.float(), scale=scale), sums
 
 
 def _wrong_sums(sums: Tensor | None, wanted: Tensor) -> str:
@@ -139,10 +153,14 @@ def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[
     return q, k, v.contiguous()
 
 
-def _why(failed: Exception, device: torch.device, lost: str) -> str:
-    """Write why a trial failed; empty where memory ran out. Raises RuntimeError where the device is lost."""
-    if is_out_of_memory(failed):
-        return ""
-    why = f"{type(failed).__name__}: {reason(failed, 160)}"
-    check_not_lost(device, f"{lost} ({why})")
-    return why
+def _outcome(trial: Callable[[], str], device: torch.device, lost: str) -> str:
+    """Return what a trial finds, or why it failed; NO_MEMORY where memory ran out. Raises RuntimeError where
+    the device is ``lost``."""
+    try:
+        return trial()
+    except Exception as failed:  # a wheel raises what it likes
+        if is_out_of_memory(failed):
+            return NO_MEMORY
+        why = f"{type(failed).__name__}: {reason(failed, 160)}"
+        check_not_lost(device, f"{lost} ({why})")
+        return why

@@ -40,8 +40,8 @@ def refusal(
         refused = kernel_trial.refusal(name, by_rank(failures))
         is_known = bool(refused) or kernel_trial.NO_MEMORY not in gathered
     elif device.type == "cuda":
-        for size in sizes:
-            kernel_trial.settle(model.dtype, size, lse, device)
+        known = [kernel_trial.settle(model.dtype, size, lse, device) for size in sizes]
+        is_known = all(known)
     if is_known:
         tried[case] = refused
     return refused

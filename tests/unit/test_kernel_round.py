@@ -70,3 +70,13 @@ def test_a_trial_that_raises_is_not_noted(monkeypatch):
     with pytest.raises(RuntimeError):
         ranks.refusal()
     assert not ranks.tried
+
+
+def test_torchs_own_kernels_are_tried_again_where_memory_ran_out(monkeypatch):
+    known = [False, True]
+    monkeypatch.setattr(kernel_trial, "settle", lambda *_: known.pop(0))
+    model = SimpleNamespace(dtype=torch.bfloat16, head_size=64)
+    tried = {}
+    for left in ([True], [], []):
+        assert kernel_round.refusal("auto", model, True, torch.device("cuda"), tried, print) == ""
+        assert known == left

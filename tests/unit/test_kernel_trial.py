@@ -178,9 +178,9 @@ def scaled_in_place(q, k, v, scale, lse):
     "call, lse, says",
     [
         (one_tensor, True, "it returns a tensor, not a pair of output and log-sum-exp"),
-        (one_head, False, "output has the shape (3, 128, 64), not (2, 3, 128, 64)"),
-        (without_sums, True, "log-sum-exp has the shape None, which is not (2, 3, 128)"),
-        (sums_of_one_sample, True, "log-sum-exp has the shape (3, 128), which is not (2, 3, 128)"),
+        (one_head, False, "output has the shape (3, 200, 64), not (2, 3, 200, 64)"),
+        (without_sums, True, "log-sum-exp has the shape None, which is not (2, 3, 200)"),
+        (sums_of_one_sample, True, "log-sum-exp has the shape (3, 200), which is not (2, 3, 200)"),
         *((call, lse, "it changes the") for call in (in_place, scaled_in_place) for lse in (False, True)),
     ],
 )
@@ -294,7 +294,7 @@ def test_memory_that_runs_out_for_the_inputs_is_no_verdict(kernel, monkeypatch, 
     monkeypatch.setattr(kernel_trial, "give_up_flash", changed.append)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", changed.append)
     assert kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU) == kernel_trial.NO_MEMORY
-    kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
+    assert not kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
     assert not changed and not capsys.readouterr().out
 
 
@@ -331,7 +331,7 @@ def test_a_library_that_is_not_initialized_fails_its_trial(
     why = kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)
     assert why == kernel_trial.NO_MEMORY if is_full else "NOT_INITIALIZED" in why
     monkeypatch.setattr(kernel_trial, "SDPA", broken)
-    kernel_trial.settle(torch.bfloat16, 64, False, CPU)
+    assert kernel_trial.settle(torch.bfloat16, 64, False, CPU) == (not is_full)
     assert switched == [False] * (not is_full)
     assert ("NOT_INITIALIZED" in capsys.readouterr().out) == (not is_full)
 

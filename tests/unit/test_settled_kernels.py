@@ -1,5 +1,7 @@
 """Torch's own attention kernels are tried before a request: requests go on without one that fails."""
 
+import math
+
 import pytest
 import torch
 
@@ -16,6 +18,18 @@ def missing(*_, **__):
 def right(q, k, v, scale, lse):
     sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
     return SDPA(q, k, v, scale=scale), sums if lse else None
+
+
+def last_rows_lost(*given, **options):
+    """Beyond a kernel's tiles of 128."""
+    out, sums = right(*given, **options)
+    out[..., 128:, :] = float("nan")
+    return out, sums
+
+
+def sums_in_base_two(*given, **options):
+    out, sums = right(*given, **options)
+    return out, sums / math.log(2)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -52,13 +66,15 @@ def test_torch_goes_on_without_cudnn_where_its_choice_is_wrong(monkeypatch, atte
     assert capsys.readouterr().out == said
 
 
-@pytest.mark.parametrize("lse, fails", [(True, False), (True, True), (False, True)])
-def test_rings_go_on_without_a_flash_kernel_that_fails(monkeypatch, lse, fails, capsys):
+@pytest.mark.parametrize("flash", [right, missing, last_rows_lost, sums_in_base_two])
+@pytest.mark.parametrize("lse", [False, True])
+def test_rings_go_on_without_a_flash_kernel_that_fails_or_is_wrong(monkeypatch, lse, flash, capsys):
     """Torch's own choice of kernels passes over what was not built; rings call flash themselves."""
     given_up = []
     monkeypatch.setattr(kernel_trial, "has_flash", lambda device: True)
     monkeypatch.setattr(kernel_trial, "give_up_flash", given_up.append)
-    monkeypatch.setattr(kernel_trial, "flash_of_torch", missing if fails else right)
-    kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
-    assert given_up == [CPU] * (lse and fails)
-    assert ("rings go on without it" in capsys.readouterr().out) == (lse and fails)
+    monkeypatch.setattr(kernel_trial, "flash_of_torch", flash)
+    assert kernel_trial.settle(torch.bfloat16, 64, lse, CPU)
+    fails = lse and flash is not right
+    assert given_up == [CPU] * fails
+    assert ("rings go on without it" in capsys.readouterr().out) == fails
