@@ -67,7 +67,8 @@ class Option:
         """Seconds, with what a plan has to gain to be worth its drawbacks."""
         penalty = MECHANISM ** len(self.mechanisms) * RANK**self.plan.world_size
         penalty *= self.drift * (1.0 + (TIGHT - 1.0) * self._doubt)
-        for mechanism in self.mechanisms & TRAFFIC.keys():
+        # in one order: the hash of a name, and with it a set's order, is another in every process
+        for mechanism in sorted(self.mechanisms & TRAFFIC.keys()):
             penalty *= TRAFFIC[mechanism]
         return self.seconds * penalty
 
