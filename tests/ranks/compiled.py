@@ -41,6 +41,12 @@ def kinds(model: LoadedModel) -> int:
     return len({(type(block), tuple(name for name, _ in block.named_modules())) for block in blocks})
 
 
+def kinds_of_prompts(sample: Sample) -> int:
+    """How many kinds of prompts there are: guides that are attended to by their weights are one."""
+    prompts = {name.partition(".")[0] for name in sample.tensors if "." in name}
+    return len({f"{prompt}.guide_weights" in sample.tensors for prompt in prompts})
+
+
 def another(engine: Engine, sample: Sample) -> Sample:
     """A request of another seed, more steps, a smaller latent if it is a single one, and other prompts,
     shorter ones if the family takes any."""
@@ -102,6 +108,7 @@ def _compared(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
         compiled, stats = engine.sample(sample, Callbacks())
     if engine.config.patches == 1:  # a prompt may be so short that this rank's tokens are all of the image
         sequences = len({bool(call.args[0]) for call in counted.call_args_list}) or 1
+    sequences *= kinds_of_prompts(sample)
     first = compiler.graphs - before
     further = another(engine, sample)
     second, _ = engine.sample(further, Callbacks())
