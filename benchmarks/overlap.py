@@ -1,5 +1,5 @@
-"""What communication beside compute is worth on a slow link: every method as it is, and with each operation
-waited for where it begins (waiting.py), on links of 1, 4 and 10 Gbit/s.
+"""What overlapping communication with compute is worth on a slow link: every method as it is, and with each
+operation waited for where it begins (waiting.py), on links of 1, 4 and 10 Gbit/s.
 
     python benchmarks/overlap.py [--rounds 5] [--steps 4] [--only WORDS ...] [--links GBIT ...] [--write]
 

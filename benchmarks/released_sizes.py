@@ -17,7 +17,7 @@ from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import recognise
 from backend.protocol import Sample
 
-#: Tensors of a quantized file beside its weights.
+#: Tensors of a quantized file other than its weights.
 SCALES = (".weight_scale", ".comfy_quant", ".input_scale", ".weight_scale_2")
 
 

@@ -90,7 +90,7 @@ class Way:
         self.engine.sample(warm, Callbacks())
 
     def __call__(self) -> float:
-        """Sample beside the competitor; return the seconds."""
+        """Sample while the competitor runs; return the seconds."""
         self.run(True)
         common.meet()
         seconds, _ = common.timed(self._sample, "cpu")

@@ -64,7 +64,7 @@ def show(findings: Iterable, report, shown: list):
 
 
 def in_lines(lead: str, text: str) -> str:
-    """Wrap a text beside its ``lead``, but nothing that is to be copied: paths, options, names."""
+    """Wrap a text after its ``lead``, but nothing that is to be copied: paths, options, names."""
     wrapper = textwrap.TextWrapper(COLUMNS, break_on_hyphens=False, break_long_words=False)
     wrapper.initial_indent, wrapper.subsequent_indent = lead, " " * len(lead)
     return wrapper.fill(text)

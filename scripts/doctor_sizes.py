@@ -15,7 +15,7 @@ def timed_blocks(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Size:
-    """What runs on a kind of device. flux: the mid-size model's arguments beside common.FLUX; side, text: its
+    """What runs on a kind of device. flux: the mid-size model's arguments after common.FLUX; side, text: its
     latent and prompt; steps: of two requests, whose difference is timed; width: of quantized files; slack:
     bytes that a rank may hold besides what is planned."""
 

@@ -122,12 +122,12 @@ class StoredParameter:
         own = shard or self._whole
         below = []
         for span in self.source.rows(own.outputs, self.shape[0]):
-            beside = []
+            row = []
             for columns in own.inputs:
                 piece = self.files.packed(self.key, span.indices, columns.indices, device)
                 assert piece is not None, "it has a quantization"
-                beside.append(piece)
-            below.append(join(beside, 1))
+                row.append(piece)
+            below.append(join(row, 1))
         return join(below, 0)
 
     def packed_sizes(self, shard: Shard | None) -> list[StoredSize] | None:

@@ -32,7 +32,7 @@ def test_nothing_goes_on_after_a_run(make, ends):
 
 
 def test_a_preview_without_room_ends_no_sampling():
-    """A VAE of previews runs out of memory beside the ranks; it is said once."""
+    """A VAE of previews runs out of memory next to the ranks; it is said once."""
     steps, said = [], []
 
     def callback(step, x0, x, total):

@@ -137,8 +137,8 @@ def test_a_cycle_of_loras_has_no_loader(origin):
     assert loader_of(Watched(queued({})), "5") == "1"
 
 
-def test_loras_of_a_graph_count_beside_quantized_weights(monkeypatch):
-    """As much as their files, those of the other model on the ranks too; none beside plain weights."""
+def test_loras_of_a_graph_count_next_to_quantized_weights(monkeypatch):
+    """As much as their files, those of the other model on the ranks too; none with plain weights."""
     sizes = {"a.safetensors": 500, "b.safetensors": 70}
     monkeypatch.setattr(graph_requests, "lora_size", lambda name: LoraBytes(sizes.get(name, 0)))
     graph = queued({"steps": 4, "cfg": 1.0, "sampler_name": "euler"})

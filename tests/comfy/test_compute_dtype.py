@@ -1,4 +1,4 @@
-"""The type in which a model computes by default, beside ComfyUI's own choice on the same GPU."""
+"""The type in which a model computes by default, compared with ComfyUI's own choice on the same GPU."""
 
 import itertools
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 """A transformer that no family file describes, in a graph of a real ComfyUI: AuraFlow's diffusers folder on
-two ranks, ComfyUI's own single file and KSampler beside it."""
+two ranks, ComfyUI's own single file and KSampler for comparison."""
 
 import json
 

@@ -244,7 +244,7 @@ def test_latents_are_scaled_as_in_the_golden_files(loaded):
 
 @pytest.fixture(params=["flux3", "qwen-image21"])
 def edits(request, tmp_path):
-    """(golden family, reference latents, values beside them in a CONDITIONING -> the model's arguments) of
+    """(golden family, reference latents, values next to them in a CONDITIONING -> the model's arguments) of
     models whose class is ours."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "model.safetensors", request.param)))
     loaded = Loaded(
@@ -314,7 +314,7 @@ def test_what_qwen_image21_does_not_read_is_left_out():
 
 def test_what_minimaxs_encoder_tells_of_a_prompt():
     """Its tags, which come with every prompt, are sent where a row is a picture's; what the payload holds
-    beside what is known is refused."""
+    besides what is known is refused."""
     translate, prompt = NODE_FAMILIES["minimax-h3"].translate, torch.zeros(1, 3, 64)
 
     def sent(**payload):

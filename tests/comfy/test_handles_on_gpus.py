@@ -116,7 +116,7 @@ def test_a_margin_leaves_the_other_expert_of_the_graph(gpus):
 
 
 def test_a_model_of_another_graph_leaves_a_gpu_that_comfyui_does_not_use(gpus, monkeypatch):
-    """It had no room for what is likely beside it, ran out of memory, and all ranks ended."""
+    """It had no room for what is likely in addition, ran out of memory, and all ranks ended."""
     monkeypatch.setattr(management, "current_loaded_models", [])
     gpus.client.lacks, gpus.client.room = [1], 12
     room = Room(management, {"GPU-0": FIRST})

@@ -1,4 +1,4 @@
-"""Variants of the families in graphs of a real ComfyUI: its own conditioning nodes, its own KSampler beside
+"""Variants of the families in graphs of a real ComfyUI: its own conditioning nodes, its own KSampler next to
 ParallelSampler, and itself on ParallelModel, on two ranks."""
 
 import json
@@ -258,7 +258,7 @@ def test_same_latent_from_ksampler_on_the_model_of_parallel_model(family_comfy):
 
 def experts(folder, seed: int, names: dict[str, str]) -> tuple[dict, str, str]:
     """Wan 2.2's way: one model makes the first steps, another the last ones; both on one ParallelConfig. The
-    same with KSampler (Advanced) beside it. ``names``: variant -> model_name."""
+    same with KSampler (Advanced) for comparison. ``names``: variant -> model_name."""
     g = Graph()
     prompts = g.add(
         "TestGoldenInputs", file=str(GOLDEN / "wan21-t2v__euler_simple.safetensors"), change="nothing"

@@ -23,7 +23,7 @@ def skip_without(missing):
 
 
 def skip_without_nodes(prompt: dict, known: dict):
-    """The same for the nodes of an API graph and their inputs, beside ``known``, ComfyUI's /object_info."""
+    """The same for the nodes of an API graph and their inputs, besides ``known``, ComfyUI's /object_info."""
     used = [(node["class_type"], name) for node in prompt.values() for name in node["inputs"]]
 
     def has(kind, name):

@@ -13,7 +13,7 @@ LATENTS = {
     "QwenImage21Pipeline": (64, 16, None, 4),
     "Flux3ModularPipeline": (128, 16, None, 3),
 }
-#: What a call of a pipeline takes beside prompts and steps, to be small.
+#: What a call of a pipeline takes besides prompts and steps, to be small.
 SMALL = {
     "SanaPipeline": {"use_resolution_binning": False},
     "SanaVideoPipeline": {"use_resolution_binning": False, "frames": 5},

@@ -193,7 +193,7 @@ def timeouts() -> set[float]:
 
 
 def sent_by_unlike_ranks() -> dict[str, int]:
-    """Bytes that the probe has sent, by kind, where ranks compute in different types, as a P40 beside a
+    """Bytes that the probe has sent, by kind, where ranks compute in different types, as a P40 next to a
     3090 does. Gloo fails where they are not the same on all ranks; NCCL may do anything."""
     dtypes = (torch.float32, torch.bfloat16)
     found = {}

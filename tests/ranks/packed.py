@@ -129,12 +129,12 @@ def sampled(engine: Engine, folder: Path) -> tuple[list[torch.Tensor], list[int]
             found.append(engine.sample(sample, Callbacks())[0].contiguous())
         assert bool(size) == bool(spare)
         if name != "tiny":
-            of_loras = [engine.models[name].lora_bytes(stack), beside(engine)]
+            of_loras = [engine.models[name].lora_bytes(stack), adapter_and_scale_bytes(engine)]
     return found, of_loras
 
 
-def beside(engine: Engine) -> int:
-    """Bytes of what is beside quantized matrices on this rank."""
+def adapter_and_scale_bytes(engine: Engine) -> int:
+    """Bytes of what quantized matrices have besides their stored values on this rank."""
     packed = engine.models["tiny"].weights.packed.values()
     found = [x for weight in packed for each in weight.adapters.values() for x in each.tensors]
     scales = [x for weight in packed for x in weight.scales]

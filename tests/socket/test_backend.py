@@ -279,7 +279,7 @@ def test_bad_files_are_refused_and_the_backend_stays(backend, checkpoint, folder
 
 
 def test_loras_come_and_go_and_the_weights_stay(backend, checkpoint, folder):
-    """A model with LoRAs beside the one without, sampled in turn; one that does not fit is refused."""
+    """A model with LoRAs next to the one without, sampled in turn; one that does not fit is refused."""
     path = str(write_mixed(folder / "lora.safetensors", shallow_flux()))
     plain, expected = request_for(backend, checkpoint)
     with_lora = replace(plain, model=backend.load(checkpoint, loras=[(path, 0.8)]).model)

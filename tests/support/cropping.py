@@ -4,7 +4,7 @@ import torch
 
 #: Most frames of a video.
 FRAMES = 2
-#: Conditioning with frames of its own: the video beside it keeps its frames.
+#: Conditioning with frames of its own: the video next to it keeps its frames.
 OF_OTHER_FRAMES = ("reference_latent", "camera_conditions", "time_dim_concat", "pose_latents")
 #: Conditioning of pixels -> how many a pixel of the latent has in a row.
 PIXELS = {"camera_conditions": 8}

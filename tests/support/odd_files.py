@@ -25,7 +25,7 @@ def header(path, entries: dict, size: int = 0, claimed: int | None = None):
 
 @cache
 def as_it_is(plain):
-    """The tiny model as a diffusers folder beside its file, whose weights nobody writes into."""
+    """The tiny model as a diffusers folder next to its file, whose weights nobody writes into."""
     return as_folder(plain)
 
 

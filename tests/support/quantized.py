@@ -50,7 +50,7 @@ def legacy_fp8(state: dict) -> dict:
 
 
 def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> tuple[dict, dict]:
-    """({leaf: tensor}, what comfy_quant says beside the format) of one layer. Of the formats in blocks,
+    """({leaf: tensor}, what comfy_quant says besides the format) of one layer. Of the formats in blocks,
     values and scales are random."""
     random = torch.Generator().manual_seed(seed)
     rows, columns = weight.shape
@@ -120,7 +120,7 @@ def described(
 
 
 def weights_of(transformer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> parameter, on this rank; of a quantized weight what it stands for, with what is beside it."""
+    """Name -> parameter, on this rank; of a quantized weight what it stands for, with what belongs to it."""
     weights = {name: p.detach() for name, p in transformer.named_parameters() if not p.is_meta}
     for name, weight in list(transformer.named_modules()):
         if not isinstance(weight, PackedWeight):

@@ -116,7 +116,7 @@ SOME = {
     "unit/test_messages.py::test_flux_under_all_hybrids": 2,
     "unit/test_messages.py::test_every_family": 1,
     "unit/test_scaling_page.py::test_describe_counts_what_the_dry_run_does": 2,
-    "unit/test_packed.py::test_loras_are_beside_the_weights": 1,
+    "unit/test_packed.py::test_loras_are_held_apart_from_the_weights": 1,
     "unit/test_scaling_page.py::test_lines_of_a_family_are_in_the_page": 1,
     "unit/test_scaling_page.py::test_a_dry_run_is_as_stored": 1,
     "unit/test_doctor_steps.py::test_a_released_model_is_timed_with_few_blocks": 1,

@@ -133,7 +133,7 @@ def made_whole(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def of_this_thread(path: Path) -> Path:
-    """A name beside ``path`` that no other thread or process uses, of the same suffix."""
+    """A name next to ``path`` that no other thread or process uses, of the same suffix."""
     return path.with_stem(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
 
 
@@ -169,7 +169,7 @@ def diffusers_state(checkpoint) -> dict[str, torch.Tensor]:
 
 
 def as_folder(file: Path, **entries) -> Path:
-    """The weights of a single file as a diffusers folder beside it, whose configuration has other
+    """The weights of a single file as a diffusers folder next to it, whose configuration has other
     ``entries``.
     """
     checkpoint = open_checkpoint(str(file))

@@ -21,7 +21,7 @@ def client() -> Connection:
 
 
 class Ranks(Leader):
-    """Rank 0, alone, with ``models`` loaded; a Sample has room beside ``room`` of them."""
+    """Rank 0, alone, with ``models`` loaded; a Sample has room next to ``room`` of them."""
 
     def __init__(self, models: list[str], room: int):
         self.files = {model: ServedFile(f"/{model}", cast(Any, None)) for model in models}

@@ -168,7 +168,7 @@ RUN = [
 
 @pytest.mark.parametrize("name, degrees, card, size", RUN, ids=str)
 def test_released_files_that_fit_are_admitted(name, degrees, card, size):
-    """Each first loads on empty cards, then samples beside its weights, with 1.5 GB taken by CUDA."""
+    """Each first loads on empty cards, then samples next to its weights, with 1.5 GB taken by CUDA."""
     config = ParallelConfig(**degrees)
     checkpoint = opened(name)
     free = [int((card - 1.5) * GB)] * config.world_size
@@ -289,7 +289,7 @@ def test_who_can_make_no_room_is_told_what_would_fit(wan):
 
 
 def test_parked_weights_count(flux):
-    """A request that fits beside its weights, not together with them, or with LoRAs that come with them; on
+    """A request that fits next to its weights, not together with them, or with LoRAs that come with them; on
     the ranks alone whose weights are parked."""
     sample, _ = golden_request("euler_simple")
 

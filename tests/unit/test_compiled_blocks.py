@@ -335,7 +335,7 @@ def test_quantized_layers_are_one_node_of_a_graph(kind, tmp_path, monkeypatch, c
 
 def test_batches_have_graphs_of_their_own_at_most_once(tmp_path, monkeypatch, compiler):
     """A batch of one is a constant of a graph; two and three samples share the next. Flux's first
-    single block is given text that lies by itself, the others text beside the image: a graph more."""
+    single block is given text that lies by itself, the others text joined with the image: a graph more."""
     monkeypatch.setattr(compiled_blocks, "BACKEND", "eager")
     engine = loaded(tmp_path)
     found = []

@@ -55,7 +55,7 @@ def test_the_device_decides(device, capability, want):
 
 
 def test_a_quantized_file_is_none_of_float16(tmp_path):
-    """As in ComfyUI: what a file keeps in float16 beside its quantized layers says nothing."""
+    """As in ComfyUI: what a file keeps in float16 besides its quantized layers says nothing."""
     weights = {
         key: value.half() for key, value in load_file(write_checkpoint(tmp_path / "m.safetensors")).items()
     }

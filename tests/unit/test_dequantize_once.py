@@ -211,7 +211,7 @@ def test_memory_that_cannot_be_had_is_done_without(engine, monkeypatch):
     assert run(engine, spare=ALL)[0].equal(wanted)
 
 
-def test_loras_are_beside_what_stays(engine, folder):
+def test_loras_are_added_to_what_stays(engine, folder):
     """Of the next request other ones, or none."""
     write_mixed(folder / "lora.safetensors", shallow_flux())
     bare = run(engine, spare=0)[0]

@@ -263,7 +263,7 @@ def test_the_planner_counts_the_kernels_that_the_host_starts():
 
 
 def test_what_dequantizing_makes_is_planned():
-    """Beside the largest weight: of as many values as are dequantized at once."""
+    """In addition to the largest weight: of as many values as are dequantized at once."""
     qwen = next(file for file in memory_table.FILES if file.model == "Qwen-Image, Q4_K")
     shape = shape_of(checkpoint_of(qwen), torch.bfloat16)
     largest = 6 * 3072 * 3072  # of modulation

@@ -74,7 +74,7 @@ def test_a_plan_that_has_room_is_faster(flux):
 
 
 def test_the_planner_leaves_as_much_as_the_ranks_do(flux, monkeypatch):
-    """Beside what is likely, all of which but the weights may be more."""
+    """In addition to what is likely, all of which but the weights may be more."""
     asked = []
     monkeypatch.setattr(asking, "spare_bytes", lambda left, likely: asked.append((left, likely)) or 0)
     question = Question(flux, REQUEST, replace(L40, memory=(40 * GB,)), 1)

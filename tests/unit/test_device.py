@@ -1,4 +1,4 @@
-"""What ComfyUI computes on decides whether ranks can run beside it."""
+"""What ComfyUI computes on decides whether ranks can run next to it."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ from backend.planner.auto_config import AutoConfig
 
 @pytest.fixture
 def check(monkeypatch):
-    """check(kind, config): check_device where ComfyUI computes on a device of that kind, beside no GPU."""
+    """check(kind, config): check_device where ComfyUI computes on a device of that kind, without a GPU."""
     management = ModuleType("comfy.model_management")
     comfy = ModuleType("comfy")
     monkeypatch.setattr(comfy, "model_management", management, raising=False)

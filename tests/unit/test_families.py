@@ -110,7 +110,7 @@ def test_diffusers_folder_has_the_same_weights(single, tmp_path):
 
 
 def test_a_pipelines_connectors_are_part_of_the_transformer(tmp_path):
-    """LTX-2's stand in a folder of their own beside diffusers' transformer; ComfyUI's text encoder leaves
+    """LTX-2's stand in a folder of their own next to diffusers' transformer; ComfyUI's text encoder leaves
     prompts to them."""
     single = open_checkpoint(str(write_checkpoint(tmp_path / "ltx23.safetensors", "ltx23")))
     single.load(range(single.block_count), torch.float32, torch.device("cpu"))

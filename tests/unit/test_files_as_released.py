@@ -95,7 +95,7 @@ def test_qwen_image_edit_2511_by_its_name(tmp_path, name, knows):
     assert open_checkpoint(str(path)).config["zero_cond_t"] == knows
 
 
-def test_a_scale_that_a_text_encoder_has_beside_a_whole_weight(tmp_path):
+def test_a_scale_that_a_text_encoder_has_with_a_whole_weight(tmp_path):
     """Of an all-in-one file: what is read is the transformer's."""
     plain = write_checkpoint(tmp_path / "plain.safetensors", "sd3")
     others = {"text_encoders.t5xxl.transformer.shared.weight": torch.ones(4, 4, dtype=torch.bfloat16)}

@@ -59,7 +59,7 @@ def rank0(folder):
 
 @pytest.fixture
 def client(rank0):
-    """A client that has loaded nothing yet, beside one that uses both models."""
+    """A client that has loaded nothing yet, next to one that uses both models."""
     user = Connection(None, rank0.server)
     rank0.named[user] = {rank0.model, OTHER}
     yield Connection(None, rank0.server)

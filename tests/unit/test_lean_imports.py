@@ -1,4 +1,4 @@
-"""A rank starts whatever packages diffusers finds beside it, and under the oldest torch."""
+"""A rank starts whatever packages diffusers finds next to it, and under the oldest torch."""
 
 import ast
 import importlib.util

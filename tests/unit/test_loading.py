@@ -56,7 +56,7 @@ def test_of_an_all_in_one_file_only_the_transformer_is_read(folder, tmp_path, we
     """Text encoders in fp8, with a scale that is no number, neither make it a quantized model nor matter."""
     prefix, path = "model.diffusion_model.", tmp_path / "all-in-one.safetensors"
     encoder = "text_encoders.t5xxl.transformer.layer"
-    beside = {
+    others = {
         f"{encoder}.weight": torch.ones(64, 64).to(torch.float8_e4m3fn),
         f"{encoder}.scale_weight": torch.tensor(float("nan")),
         "text_encoders.clip_l.transformer.weight": torch.ones(64, 64).to(torch.float8_e4m3fn),
@@ -64,7 +64,7 @@ def test_of_an_all_in_one_file_only_the_transformer_is_read(folder, tmp_path, we
         "first_stage_model.decoder.conv_in.weight": torch.ones(8, 8, 3, 3),
     }
     whole = load_file(write_checkpoint(folder / f"{prefix}safetensors", prefix=prefix))
-    save_file({**whole, **beside}, path)
+    save_file({**whole, **others}, path)
     read = []
     original = TensorFiles.read
 
@@ -79,7 +79,7 @@ def test_of_an_all_in_one_file_only_the_transformer_is_read(folder, tmp_path, we
     assert not checkpoint.is_quantized
     check_scales(checkpoint)
     half = {key: value.half() for key, value in whole.items()}
-    save_file({**half, **beside}, path)
+    save_file({**half, **others}, path)
     assert default_dtype(open_checkpoint(str(path)), torch.device("cuda"), (8, 0)) == torch.float16
 
 

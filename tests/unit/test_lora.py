@@ -294,7 +294,7 @@ def test_what_fits_in_part_is_used_with_a_warning(flux, tmp_path):
 
 
 def test_half_precision_of_a_float8_file_and_a_folder(flux, folder, tmp_path):
-    """Beside float8 the LoRA is a product of its own; in a diffusers folder, which takes the single file's
+    """With float8 the LoRA is a product of its own; in a diffusers folder, which takes the single file's
     names too, the sum is rounded once, from the file's values. Both go back to the last bit."""
     file, added = lora({ATTENTION: (768, 256)}, "kohya")
     path, state = write(tmp_path / "lora.safetensors", file), load_file(folder / "flux-dev.safetensors")

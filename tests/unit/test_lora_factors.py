@@ -74,7 +74,7 @@ def sampled(engine: Engine, model: str) -> torch.Tensor:
     return engine.sample(sample, Callbacks())[0]
 
 
-def test_they_are_beside_quantized_weights(tmp_path, monkeypatch):
+def test_they_are_held_apart_from_quantized_weights(tmp_path, monkeypatch):
     """No layer is held a second time for them, the latent is that of layers which are, what is counted before
     is enough for what is held, and they leave nothing."""
     path, lora = write(tmp_path)

@@ -44,7 +44,7 @@ def peft(**changes) -> dict[str, str]:
         (peft(**{"transformer.use_rslora": True}), "16", "8"),
         (peft(**{"text_encoder.lora_alpha": 3}), "16", "4"),
     ],
-    ids=["plain", "flat", "peft", "rslora", "beside a text encoder's"],
+    ids=["plain", "flat", "peft", "rslora", "with a text encoder's"],
 )
 def test_a_header_s_alpha_is_said(metadata, alpha, strength, tmp_path):
     """Under the node and in the log; the changes have the scale that ComfyUI gives them."""

@@ -1,4 +1,4 @@
-"""LoRAs and memory: room for those beside quantized weights is planned, and where it runs out nothing of them
+"""LoRAs and memory: room for those on quantized weights is planned, and where it runs out nothing of them
 is left behind."""
 
 from dataclasses import replace
@@ -60,14 +60,14 @@ def test_a_change_that_fails_leaves_nothing_behind(folder, tmp_path, monkeypatch
     assert equal(parameters(engine), wanted) and not equal(wanted, before)
 
 
-def test_loras_beside_quantized_weights_take_room():
+def test_loras_on_quantized_weights_take_room():
     """All of them on each rank but for stages, for the factors that are cut with a matrix, and for copies."""
     plain = RequestEstimate(4096, 512, 20, 1)
-    beside = replace(plain, loras=LoraBytes(GB))
+    with_loras = replace(plain, loras=LoraBytes(GB))
 
     def more(**plan) -> float:
         config = ParallelConfig(**plan)
-        return (held(FLUX, config, beside).bytes - held(FLUX, config, plain).bytes) / GB
+        return (held(FLUX, config, with_loras).bytes - held(FLUX, config, plain).bytes) / GB
 
     assert more() == more(ulysses_degree=2, shard_weights=True) == 1
     assert more(tensor_parallel_degree=4) == pytest.approx(0.625)
@@ -77,14 +77,14 @@ def test_loras_beside_quantized_weights_take_room():
         (LoraBytes(uncut=GB), 1),
         (LoraBytes(GB, GB, GB), 1.875),
     ):
-        beside = replace(plain, loras=loras)
+        with_loras = replace(plain, loras=loras)
         assert more(tensor_parallel_degree=4) == pytest.approx(share)
         assert more() == pytest.approx(loras.total / GB)
-    beside = replace(plain, loras=LoraBytes(GB))
+    with_loras = replace(plain, loras=LoraBytes(GB))
     room = held(FLUX, ParallelConfig(), plain).bytes / GB + 0.5
     machine = replace(L40, memory=(int(room * GB) + RESERVE,) * 2)
     assert choose(Question(FLUX, plain, machine, 2)).one.fits
-    assert not choose(Question(FLUX, beside, machine, 2)).one.fits
+    assert not choose(Question(FLUX, with_loras, machine, 2)).one.fits
 
 
 @torch.inference_mode()
@@ -114,7 +114,7 @@ def test_loras_are_added_by_one_product():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_loras_are_added_in_place(shape, dtype):
-    """Beside a quantized weight they make nothing of the size of its output."""
+    """On a quantized weight they make nothing of the size of its output."""
     random = torch.Generator().manual_seed(0)
 
     def numbers(*size):
@@ -132,6 +132,6 @@ def test_loras_are_added_in_place(shape, dtype):
         found = weight.linear(x, bias)
     assert found.shape == bare.shape == (*shape[:-1], 512) and found.dtype == dtype
     assert memory.peak <= 1.2 * found.nbytes
-    beside = sum(a.strength * a.up.double() @ a.down.double() for a in weight.adapters.values())
-    error = found.double() - bare.double() - x.double() @ beside.T
+    change = sum(a.strength * a.up.double() @ a.down.double() for a in weight.adapters.values())
+    error = found.double() - bare.double() - x.double() @ change.T
     assert error.norm() <= 1.5 * torch.finfo(dtype).eps * found.double().norm()

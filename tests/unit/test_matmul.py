@@ -175,7 +175,7 @@ def test_a_rank_without_tokens(kitchen, kind):
 
 
 @torch.inference_mode()
-def test_a_lora_is_added_beside_the_native_product(kitchen):
+def test_a_lora_is_added_to_the_native_product(kitchen):
     x = numbers(21, COLUMNS, seed=1)
     quantized = theirs("ConvRot", numbers(ROWS, COLUMNS, seed=3))
     weight = ours("ConvRot", quantized, x.dtype)
@@ -257,7 +257,7 @@ def test_int8_without_fused_kernels_takes_rows_in_turns(kitchen, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["int8", "int8 of rows", "ConvRot"])
 def test_int8_products_hold_what_is_counted(kitchen, monkeypatch, kind, dtype):
-    """Beside their output, of wide inputs and of wide outputs."""
+    """In addition to their output, of wide inputs and of wide outputs."""
     for rows, columns in ((256, 256), (1024, 256), (256, 1024)):
         monkeypatch.setattr(sys.modules[__name__], "ROWS", rows)
         monkeypatch.setattr(sys.modules[__name__], "COLUMNS", columns)

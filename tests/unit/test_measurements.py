@@ -188,7 +188,7 @@ def test_free_memory_is_that_of_the_same_card(monkeypatch, uuids, visible, free)
     assert asked_for_free_memory(monkeypatch, uuids, visible) == free
 
 
-def test_free_memory_is_read_beside_warnings_of_the_driver(monkeypatch):
+def test_free_memory_is_read_despite_warnings_of_the_driver(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SMI", WARNED + SMI)
     assert asked_for_free_memory(monkeypatch, ["bbbb-2", "aaaa-1"]) == [2000, 1000]
 

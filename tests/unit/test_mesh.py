@@ -165,7 +165,7 @@ def test_rows_of_weights_that_are_sharded_again(rank_1):
         mesh.close(found)
 
 
-def test_sequence_ranks_beside_tensor_ranks(rank_1):
+def test_sequence_ranks_next_to_tensor_ranks(rank_1):
     assert rank_1(of_degrees(ring=2, ulysses=2, tp=2)).sp.ranks == (1, 3, 5, 7)
 
 

@@ -41,7 +41,7 @@ HIDDEN_BEHIND = {"ulysses": ("ulysses", MULTIPLIES, 3 / 5), "tensor_parallel": (
 OF_VALUES = ("flux-dev", "wan21-t2v", "hunyuan-video", "z-image-turbo", "hidream", "sd3", "cogvideox")
 #: What every family is run under: pipelines with their patches, and what cuts tokens.
 OF_FAMILIES = (("pipefusion", "ulysses"), ("ring", "tensor_parallel"))
-#: Single blocks of the Flux that runs under all hybrids, beside two double ones: each of two stages has two
+#: Single blocks of the Flux that runs under all hybrids, besides two double ones: each of two stages has two
 #: alike, one of them both kinds, and of four stages none is empty. The whole one is among the families.
 SINGLE = 4
 #: Steps of a request without a pipeline. One has launches.STEPS: warm-up, a step after it, a steady one.

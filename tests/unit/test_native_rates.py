@@ -61,8 +61,8 @@ def test_seconds_of_products_are_those_of_their_rate(krea):
     assert seconds(FLUX, **{INT8: 2.0}) == seconds(FLUX)
 
 
-def test_links_weigh_more_beside_faster_products(krea):
-    """Over PCIe a ring of two gains less, here one that is slow beside Krea 2's few keys and values."""
+def test_links_weigh_more_with_faster_products(krea):
+    """Over PCIe a ring of two gains less, here one that is slow against Krea 2's few keys and values."""
 
     def gain(rate: float) -> float:
         machine = replace(RTX4090, p2p=RTX4090.p2p / 4, memory=(24 * GB,) * 2, native_rates={INT8: rate})

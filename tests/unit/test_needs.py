@@ -219,7 +219,7 @@ def test_channels_joined_to_the_latent_of_a_call_count_as_an_argument(flux):
 
 
 def test_references_of_a_call_count_and_leave_room_for_fewer_samples(flux):
-    """Two of 48 x 96 tokens beside a latent of 64 x 64."""
+    """Two of 48 x 96 tokens next to a latent of 64 x 64."""
     references = {f"cond.ref_latents.{i}": torch.empty(1, 16, 96, 192, device="meta") for i in (0, 1)}
     plain, edit = (
         size_of(ModelCall("m", tensors=tensors(8, 128) | more), ParallelConfig(), flux.family, flux.config)

@@ -94,7 +94,7 @@ def write(folder: Path, state: dict, kind: str) -> Path:
 @pytest.mark.parametrize("kind", [*KINDS, "legacy", *GGUF_KINDS])
 def test_every_format(folder, state, kind, monkeypatch):
     """The latent of the inflated file to the bit, of large layers a few rows at a time, but for float8 whose
-    one scale multiplies products; what is held is what is stored, and one layer's weight beside it."""
+    one scale multiplies products; what is held is what is stored, and one layer's weight in addition."""
     path = write(folder, state, kind)
     monkeypatch.setattr(packed, "CHUNK", 40_000)
     packed_weight.free_scratch()
@@ -142,7 +142,7 @@ def counted_is_held(engine: Engine, loras: list):
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8_tensorwise", "Q4_K"])
-def test_loras_are_beside_the_weights(folder, state, kind):
+def test_loras_are_held_apart_from_the_weights(folder, state, kind):
     """Two at once equal what is merged into the inflated weights; a changed strength reads nothing, and what
     is taken out is gone to the last bit."""
     path = write(folder, state, kind)
@@ -177,7 +177,7 @@ def test_loras_are_beside_the_weights(folder, state, kind):
     assert not any(weight.adapters for weight in weights.values())
 
 
-def test_a_lora_of_one_piece_of_a_tensor_is_held_beside_that_alone(folder, state):
+def test_a_lora_of_one_piece_of_a_tensor_is_held_for_that_alone(folder, state):
     """As ComfyUI's loaders put together those of queries, keys and values: each has its own rank, not three
     times as much, and a piece without any has next to nothing."""
     path, name = write(folder, state, "float8_e4m3fn"), "double_blocks.0.img_attn.qkv"

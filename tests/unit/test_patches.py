@@ -272,16 +272,16 @@ class Fused(torch.nn.Linear):
     def __init__(self):
         super().__init__(2, 4)
         self.table = torch.nn.Buffer(torch.ones(4))
-        self.beside = torch.ones(3)
+        self.adapter = torch.ones(3)
 
     def _apply(self, fn, recurse=True):
-        self.beside = fn(self.beside)
+        self.adapter = fn(self.adapter)
         return super()._apply(fn, recurse)
 
 
 def test_what_waits_in_host_memory_is_not_copied_back():
     layer = Fused()
-    tensors = ("weight", "bias", "table", "beside")
+    tensors = ("weight", "bias", "table", "adapter")
     before = [getattr(layer, name).data_ptr() for name in tensors]
     with cached.on_device(layer, torch.device("meta")):
         assert all(getattr(layer, name).is_meta for name in tensors)

@@ -270,7 +270,7 @@ def test_weights_that_multiply_as_stored_are_not_dequantized():
     stored, native = (shape_of(checkpoint, torch.bfloat16, each) for each in ({}, choices))
     assert all(block.unpacked > 1.9 * block.weights for block in stored.blocks)
     assert not any(block.unpacked for block in native.blocks) and native.weights == stored.weights
-    assert native.is_quantized and stored.is_quantized and not FLUX.is_quantized  # LoRAs are beside both
+    assert native.is_quantized and stored.is_quantized and not FLUX.is_quantized  # LoRAs are factors on both
     plan, request = ParallelConfig(), RequestEstimate(1024, 128, 4, 1)
     assert Cost(native, plan, L40, request).total < Cost(stored, plan, L40, request).total
 

@@ -39,7 +39,7 @@ def packed(shape, bits: int = 4):
 
 
 def test_one_card_reads_weights_at_its_own_rate():
-    """A fast card beside a slow one is not as slow as that by itself."""
+    """A fast card next to a slow one is not as slow as that by itself."""
     shape, request = packed(FLUX), RequestEstimate(4096, 512, 20, 1)
     machine = replace(
         RTX4090, names=("fast", "slow"), speeds=(3.0, 1.0), bandwidth=0.3e12, bandwidths=(1.2e12, 0.3e12)
@@ -284,7 +284,7 @@ def test_one_visible_card_is_said_to_be_one_of_several(monkeypatch, visible, say
     assert lines == () if not says else says in lines[0]
 
 
-def test_ulysses_beside_tensor_parallelism_takes_the_slower_links():
+def test_ulysses_with_tensor_parallelism_takes_the_slower_links():
     """Tensor parallelism's ranks are neighbours, so Ulysses' are not: of bridged pairs it crosses over."""
     request, machine = RequestEstimate(4096, 512, 20, 1), replace(RTX4090, ranks=4, memory=(24 * GB,) * 4)
     bridged = replace(machine, all_to_all={2: 40e9, 4: 3e9})

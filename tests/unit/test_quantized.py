@@ -238,7 +238,7 @@ def test_legacy_marker_is_no_weight(folder, state):
     assert set(open_checkpoint(str(folder / "marker.safetensors")).files.shapes) == set(state)
 
 
-def test_a_scale_beside_a_plain_layer_is_multiplied(folder, state):
+def test_a_scale_of_a_plain_layer_is_multiplied(folder, state):
     found = {**legacy_fp8(state), "img_in.scale_weight": torch.tensor(0.5)}
     save_file(found, folder / "plain_scaled.safetensors")
     files = open_checkpoint(str(folder / "plain_scaled.safetensors")).files

@@ -153,7 +153,7 @@ def test_scales_of_nan_are_refused_by_name(folder, state, kind, leaf):
 )
 @pytest.mark.parametrize("stored", [torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_block_scales_are_looked_at_as_bits(folder, state, stored, byte, is_number):
-    """NaN of both signs, beside negative scales and the largest number. Nothing is made of them in float32,
+    """NaN of both signs, next to negative scales and the largest number. Nothing is made of them in float32,
     which took 10 seconds of a file of 32 billion parameters."""
     found, _ = described(state, "nvfp4")
     scale = found[f"{FIRST}.weight_scale"].view(torch.uint8).clone()

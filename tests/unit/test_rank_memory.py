@@ -97,7 +97,7 @@ def test_weights_are_those_of_the_loaded_rank(files, kind, degrees):
 
 
 def made(weight: PackedWeight) -> int:
-    """Bytes that dequantizing holds beside the weight, which is small enough to be dequantized at once."""
+    """Bytes that dequantizing holds besides the weight, which is small enough to be dequantized at once."""
     stored = weight.packed
     return round(weight.shape.numel() * effort_of(stored.format, stored.settings).made)
 

@@ -1,4 +1,4 @@
-"""Plans for models of one graph that do not fit on the ranks together, or not beside ComfyUI's own."""
+"""Plans for models of one graph that do not fit on the ranks together, or not next to ComfyUI's own."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ def test_quantized_weights_are_copied_one_way():
     for shapes, part in (((quantized, quantized), 0.5), ((WAN, quantized), 0.5), ((quantized, WAN), 1.0)):
         changed = replace(question, shape=shapes[0], others=shapes[1:]).option(plan).swap_seconds
         assert changed == pytest.approx(part * whole)
-    room, again = beside(1), replace(beside(1), shape=replace(FLUX, is_quantized=True))
+    room, again = next_to_comfyui(1), replace(next_to_comfyui(1), shape=replace(FLUX, is_quantized=True))
     aside = room.option(plan).yield_seconds
     assert aside > 0 and again.option(plan).yield_seconds == pytest.approx(aside / 2)
 
@@ -114,7 +114,7 @@ def test_what_the_host_has_no_room_for_is_read_at_the_pace_of_the_last_load(file
     assert choice.option.swap_seconds == pytest.approx(assumed * 1.5e9 / (file or 1.5e9))
 
 
-def beside(left: float, **changes) -> Question:
+def next_to_comfyui(left: float, **changes) -> Question:
     """One model of 24 GB on two ranks, on whose first GPU ComfyUI has left so many GB of weights."""
     machine = replace(L40, memory=(48 * GB,) * 2)
     request = RequestEstimate(4096, 512, 20, 1)
@@ -127,13 +127,13 @@ def beside(left: float, **changes) -> Question:
 def test_a_plan_that_leaves_comfyui_room_is_taken_where_it_costs_less():
     """Exact ones: those with all weights on the first GPU are the fastest, if these can stay."""
     exact = "fastest exact"
-    free, short = choose(beside(30), exact), choose(beside(13), exact)
+    free, short = choose(next_to_comfyui(30), exact), choose(next_to_comfyui(13), exact)
     assert free.plan.sp_degree == 2 and not free.option.yield_seconds
     assert short.plan.sp_degree == 1 or short.plan.shard_weights
     assert (
         not short.option.yield_seconds and f"{ASIDE}0: this plan's weights leave room for them" in short.lines
     )
-    again = beside(13).option(free.plan)
+    again = next_to_comfyui(13).option(free.plan)
     weights = FLUX.weights
     assert again.yield_seconds == pytest.approx(2 * weights / L40.host_link, rel=0.02)
     assert again.seconds == pytest.approx(free.option.seconds + again.yield_seconds)
@@ -141,9 +141,9 @@ def test_a_plan_that_leaves_comfyui_room_is_taken_where_it_costs_less():
 
 def test_weights_leave_where_a_plan_that_leaves_room_is_slower():
     """Of many steps, what moves once a run is little."""
-    many = beside(13, request=RequestEstimate(4096, 512, 500, 1))
+    many = next_to_comfyui(13, request=RequestEstimate(4096, 512, 500, 1))
     choice = choose(many, "fastest exact")
-    assert choice.plan == choose(beside(30, request=many.request), "fastest exact").plan
+    assert choice.plan == choose(next_to_comfyui(30, request=many.request), "fastest exact").plan
     assert choice.option.yield_seconds > 0
     assert (
         f"{ASIDE}0: weights leave for them and come back (about {choice.option.yield_seconds:.1f} s"
@@ -155,7 +155,7 @@ def test_sharded_weights_that_leave_are_read_again():
     """They cannot wait in host memory (rank/worker.py), and each rank reads the whole file, as in the last
     load, whose rate is that of all ranks."""
     plan = ParallelConfig(ulysses_degree=2, shard_weights=True)
-    option = beside(1).option(plan)
+    option = next_to_comfyui(1).option(plan)
     assert option.rereads and option.yield_seconds == pytest.approx(2 * FLUX.weights / 1.5e9)
 
 
@@ -176,7 +176,7 @@ def test_sharded_weights_are_read_again_in_the_seconds_of_their_last_load(monkey
 
 
 def test_only_ranks_on_comfyuis_gpu_wait():
-    question = beside(1, swaps=WeightSwaps(left_by_comfyui=((1, GB),)))
+    question = next_to_comfyui(1, swaps=WeightSwaps(left_by_comfyui=((1, GB),)))
     assert not question.option(ParallelConfig()).yield_seconds
     stages = question.option(ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1))
     assert 0 < stages.yield_seconds < 2 * 0.6 * FLUX.weights / L40.host_link

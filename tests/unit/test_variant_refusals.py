@@ -56,7 +56,7 @@ def opened(folder):
         ("qwen-image21-edit", {"image_slots": torch.tensor([3, 3])}, "a tensor .batch, places. is needed"),
         ("qwen-image21-edit", {"attention_mask": torch.zeros(1, 12)}, "padding after"),
         ("wan21-i2v", {"clip_fea": torch.zeros(1, 25, 1024)}, "CLIP Vision model of Wan"),
-        ("wan22-i2v", {"c_concat": None}, "takes 20 beside"),
+        ("wan22-i2v", {"c_concat": None}, "takes 20 besides"),
         (
             "wan21-fun-control",
             {"reference_latent": torch.zeros(1, 16, 8, 16)},

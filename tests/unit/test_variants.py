@@ -103,7 +103,7 @@ def test_without_guidance_nothing_is_added_for_it(name, tmp_path):
 
 @pytest.mark.parametrize("given, want", [({"guidance": torch.tensor([3.5])}, 3500.0), ({}, 0.0)], ids=str)
 def test_chroma_embeds_the_requests_guidance(given, want, tmp_path):
-    """In the second half of what tells modulations apart, beside the timestep; ComfyUI's default is 0."""
+    """In the second half of what tells modulations apart, besides the timestep; ComfyUI's default is 0."""
     checkpoint = open_checkpoint(str(write_checkpoint(tmp_path / "chroma.safetensors", "chroma")))
     checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
     family, transformer = checkpoint.family, checkpoint.transformer
