@@ -176,7 +176,7 @@ def main():
         note = json.loads(path.read_text())["nodes"][0]
         page = page_form(note, graph, info)
         path.write_text(json.dumps(page, indent=2) + "\n")
-        if name != "demo":  # whose picture is what its model painted
+        if name != "demo":  # whose thumbnail is what its model painted
             graph_thumbnail(page).save(path.with_suffix(".jpg"), quality=88)
 
 

@@ -4,7 +4,7 @@
 
 Each rank's micro-batches, and their order, are those of the backend's own step loop (Denoiser), which is run
 without a model. Their lengths are the tokens that they compute. GPUs of equal speed and links that cost
-nothing are assumed: the pictures explain who waits for whom, and are no measurement.
+nothing are assumed: the drawings explain who waits for whom, and are no measurement.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from backend.sampling.prediction import PREDICTIONS
 from backend.sampling.request import Request
 from backend.sampling.step_loop import Callbacks, Denoiser
 
-FOLDER = ROOT / "docs" / "pictures"
+FOLDER = ROOT / "docs/pictures"
 STEPS = 4
 #: Flux at 1024 x 1024: a latent of 128 x 128 is 4096 tokens.
 GRID = TokenGrid((16, 128, 128), (1, 2, 2))
-#: Name of a picture -> the configuration that it shows.
-PICTURES = {
+#: Name of a drawing -> the configuration that it shows.
+DRAWINGS = {
     "one_gpu": ParallelConfig(),
     "cfg2": ParallelConfig(cfg_degree=2),
     "ulysses2": ParallelConfig(ulysses_degree=2),
@@ -198,7 +198,7 @@ def _comes_before(a: Work, b: Work) -> bool:
     return a.step == b.step - 1 and a.span.lo < b.span.hi and b.span.lo < a.span.hi
 
 
-def picture(config: ParallelConfig) -> str:
+def drawing(config: ParallelConfig) -> str:
     """Return the timeline of a configuration as SVG, on the scale of one GPU's."""
     rows = timeline(config)
     total = max(work.end for row in rows for work in row)
@@ -239,16 +239,16 @@ def _box(work: Work, y: int, scale: float) -> str:
 
 
 def main():
-    """Print the time of each configuration, or write the pictures."""
+    """Print the time of each configuration, or write the drawings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="write docs/pictures")
     write = parser.parse_args().write
-    for name, config in PICTURES.items():
+    for name, config in DRAWINGS.items():
         if write:
             FOLDER.mkdir(exist_ok=True)
-            (FOLDER / f"{name}.svg").write_text(picture(config))
+            (FOLDER / f"{name}.svg").write_text(drawing(config))
         rows = timeline(config)
         print(f"{name}: {max(work.end for row in rows for work in row):.2f} of {STEPS} steps")
 

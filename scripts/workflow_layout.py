@@ -22,15 +22,15 @@ BELOW, WITHIN, BETWEEN = 50, 30, 60
 #: A group's edge around its nodes, and its title above them.
 EDGE, HEADING = 20, 40
 #: Heights of a slot and of a widget; of a widget on the classic canvas, which shows advanced ones too; of the
-#: button for those; of the pack's name; of a box of text; of a picture; and what a node has besides.
-SLOT, WIDGET, CLASSIC, BUTTON, BADGE, TEXT, PICTURE, FRAME = 20, 28, 24, 32, 24, 90, 260, 24
+#: button for those; of the pack's name; of a box of text; of an image; and what a node has besides.
+SLOT, WIDGET, CLASSIC, BUTTON, BADGE, TEXT, IMAGE, FRAME = 20, 28, 24, 32, 24, 90, 260, 24
 #: Height to which a node grows when it runs: its report (MAX_HEIGHT of web/report.js for the
-#: first), its picture.
+#: first), its image.
 GROWTH = {
     "LoadParallelDiT": 240,
-    "ParallelSampler": 120 + PICTURE,
-    "SamplerCustom": PICTURE,
-    "Save": PICTURE,
+    "ParallelSampler": 120 + IMAGE,
+    "SamplerCustom": IMAGE,
+    "Save": IMAGE,
 }
 #: Letters that surely fit into a pixel of a note's width, and heights of a line and of a note's frame.
 LETTERS, LINE, PAPER = 0.16, 16, 50
@@ -77,8 +77,8 @@ def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int
     advanced = sum(bool(options.get("advanced")) for _, options in widgets)
     modern = WIDGET * (shown - advanced) + BUTTON * bool(advanced) + BADGE * is_ours
     texts = sum(bool(options.get("multiline")) for _, options in widgets)
-    picture = PICTURE * kind.startswith("LoadImage")
-    return FRAME + SLOT * slots + max(modern, CLASSIC * shown) + TEXT * texts + picture
+    image = IMAGE * kind.startswith("LoadImage")
+    return FRAME + SLOT * slots + max(modern, CLASSIC * shown) + TEXT * texts + image
 
 
 def note_height(text: str, width: int) -> int:

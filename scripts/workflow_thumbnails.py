@@ -1,10 +1,10 @@
-"""Draws workflows/NAME.jpg, the pictures of the template browser: the graph of a workflow."""
+"""Draws workflows/NAME.jpg, the images of the template browser: the graph of a workflow."""
 
 from PIL import Image, ImageDraw, ImageFont
 from workflow_layout import TITLE
 
 SIZE = (768, 512)
-#: Pixels of the picture, of twice that size until it is done: edge, and the strip with the title.
+#: Pixels of the image, of twice that size until it is done: edge, and the strip with the title.
 EDGE, STRIP = 32, 120
 BACKGROUND, NODE, NOTE, INK, ROW = "#202020", "#3a3a3a", "#65552c", "#e8e8e8", "#555555"
 COLOURS = {
@@ -19,7 +19,7 @@ COLOURS = {
 
 
 class View:
-    """Where the graph's points are in the picture."""
+    """Where the graph's points are in the image."""
 
     def __init__(self, page: dict):
         boxes = [group["bounding"] for group in page["groups"]]

@@ -28,7 +28,7 @@ HALF = (torch.float16, torch.bfloat16)
 #: Least keys of a call, in a ring of a hop, for an approximate kernel: fewer take little time in any, and
 #: ComfyUI met what is no number in SageAttention's of Wan's 257 of an image (comfy/ldm/wan/model.py).
 MIN_APPROXIMATE_KEYS = 1024
-#: Where SageAttention's own choice is a Triton kernel that adds 64 products in float16: black pictures of
+#: Where SageAttention's own choice is a Triton kernel that adds 64 products in float16: black images of
 #: Qwen-Image (Comfy-Org/ComfyUI#9773). Its CUDA kernel, its choice on 8.0, adds them in float32.
 ADDS_IN_FLOAT16 = (8, 6)
 #: Beyond every compute capability.

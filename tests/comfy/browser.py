@@ -183,7 +183,7 @@ class Page:
             values = {"key": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
             self.command("Input.dispatchKeyEvent", type=kind, **values)
 
-    def picture(self, path: Path, quality: int = 80):
+    def screenshot(self, path: Path, quality: int = 80):
         """Write what the page shows as a JPEG, or PNG, by the name of ``path``."""
         kind = {"format": "png"} if path.suffix == ".png" else {"format": "jpeg", "quality": quality}
         path.write_bytes(base64.b64decode(self.command("Page.captureScreenshot", **kind)["data"]))

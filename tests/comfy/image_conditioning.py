@@ -8,14 +8,14 @@ from tiny import GOLDEN
 
 
 def references(video: bool, method: str = "", negative: bool = False, batch: int = 1, channels: int = 16):
-    """Two reference pictures of other sizes, one of odd sides; the latent's sides are odd too."""
+    """Two reference images of other sizes, one of odd sides; the latent's sides are odd too."""
 
     def build(g: Graph, positive, other):
         extra = (1,) if video else ()
         for shape, seed in (((11, 14), 2), ((8, 27), 3)):
-            picture = g.latent(1, channels, *extra, *shape, seed=seed)
-            positive = g.one("ReferenceLatent", conditioning=positive, latent=picture)
-            other = g.one("ReferenceLatent", conditioning=other, latent=picture) if negative else other
+            reference = g.latent(1, channels, *extra, *shape, seed=seed)
+            positive = g.one("ReferenceLatent", conditioning=positive, latent=reference)
+            other = g.one("ReferenceLatent", conditioning=other, latent=reference) if negative else other
         if method:
             positive = g.one(
                 "FluxKontextMultiReferenceLatentMethod",
@@ -50,14 +50,14 @@ def control(g, positive, negative):
     )
 
 
-def layers(pictured: bool):
-    """Qwen-Image-Layered's own latent; a picture to be taken apart, or none."""
+def layers(with_image: bool):
+    """Qwen-Image-Layered's own latent; an image to be taken apart, or none."""
 
     def build(g, positive, negative):
-        if pictured:
-            picture = g.latent(1, 16, 1, 14, 18, seed=2)
+        if with_image:
+            reference = g.latent(1, 16, 1, 14, 18, seed=2)
             positive, negative = (
-                g.one("ReferenceLatent", conditioning=prompt, latent=picture)
+                g.one("ReferenceLatent", conditioning=prompt, latent=reference)
                 for prompt in (positive, negative)
             )
         size = {"width": 144, "height": 112, "layers": 2, "batch_size": 2}
@@ -66,15 +66,14 @@ def layers(pictured: bool):
     return build
 
 
-def encoded(*pictures, shape=None):
-    """Qwen-Image 2.1's own node: prompts with pictures of these sizes among their rows, and a latent of the
+def encoded(*sizes, shape=None):
+    """Qwen-Image 2.1's own node: prompts with images of these sizes among their rows, and a latent of the
     first one's size unless its ``shape`` is told."""
 
     def build(g, positive, negative):
-        clip = g.one("TestPicturedText", file=str(GOLDEN / "qwen-image21__euler_simple.safetensors"))
+        clip = g.one("TestTextWithImages", file=str(GOLDEN / "qwen-image21__euler_simple.safetensors"))
         images = {
-            f"images.image_{i}": g.image(width, height, seed=i)
-            for i, (width, height) in enumerate(pictures, 1)
+            f"images.image_{i}": g.image(width, height, seed=i) for i, (width, height) in enumerate(sizes, 1)
         }
         positive, negative, latent = g.three(
             "TextEncodeQwenImage21",

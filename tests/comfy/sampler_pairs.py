@@ -31,7 +31,7 @@ class Pair:
         self.positive, self.negative = (self._prompt(stored, name) for name in ("positive", "negative"))
         self.empty = {"samples": torch.zeros_like(stored["latent"])}
         self.plain = None
-        self.picture = {
+        self.latent_image = {
             "samples": torch.randn(stored["latent"].shape, generator=torch.Generator().manual_seed(1))
         }
 
@@ -53,7 +53,7 @@ class Pair:
             "scheduler": "simple",
             "positive": self.positive,
             "negative": self.negative,
-            "latent_image": self.picture,
+            "latent_image": self.latent_image,
             **inputs,
         }
         parallel = {"KSampler": ParallelSampler, "KSamplerAdvanced": ParallelSamplerAdvanced}[node]
@@ -71,7 +71,7 @@ def error(native, found) -> float:
 
 
 def custom_both(pair, noise, sigmas, solver="euler", cfg=2.5, latent=None, model=None, shift=0.0):
-    latent = latent or pair.picture
+    latent = latent or pair.latent_image
     guider = comfy.samplers.CFGGuider(model or pair.model)
     guider.set_conds(pair.positive, pair.negative)
     guider.set_cfg(cfg)

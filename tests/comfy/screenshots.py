@@ -36,7 +36,7 @@ def demo(page: ComfyPage):
     time.sleep(2)
     page.run()
     time.sleep(2)
-    page.picture(DOCS / "demo_workflow.png")
+    page.screenshot(DOCS / "demo_workflow.png")
 
 
 def panel(page: ComfyPage):
@@ -55,7 +55,7 @@ def panel(page: ComfyPage):
     page.press_run()
     page.wait(STEP)
     time.sleep(2)
-    page.picture(DOCS / "images/panel.jpg")
+    page.screenshot(DOCS / "images/panel.jpg")
     page.wait_for_queue()
 
 

@@ -66,8 +66,8 @@ LOADERS = (
     "QuadrupleCLIPLoader",
     "LTXAVTextEncoderLoader",
 )
-#: Family whose video has sound -> its latent: channels, and frequencies where it has them.
-SOUND = {
+#: Family whose video has audio -> its latent: channels, and frequencies where it has them.
+AUDIO = {
     **dict.fromkeys(("ltx2", "ltx23"), {"channels": 8, "frequencies": 16}),
     "minimax-h3": {"channels": 32},
 }
@@ -129,21 +129,21 @@ def family_of(name: str) -> str:
 
 def stand_ins(family: str, scale: int) -> dict:
     """Loader -> what stands in for it. ``scale``: pixels to one of the latent; the edits' own nodes make
-    pictures of a million pixels, which 64 keeps small."""
+    images of a million pixels, which 64 keeps small."""
     if family in STAND_INS:
         return STAND_INS[family]
     golden = {"file": str(GOLDEN / f"{family}__euler_simple.safetensors")}
-    picture = {
+    image = {
         "video": family in ("qwen-image", "ltx2", "ltx23"),
         "scale": scale,
         "channels": CHANNELS.get(family, 16),
     }
     return dict.fromkeys(
-        LOADERS, ("TestPicturedText" if family == "qwen-image21" else "TestGoldenText", golden)
+        LOADERS, ("TestTextWithImages" if family == "qwen-image21" else "TestGoldenText", golden)
     ) | {
-        "CheckpointLoaderSimple": ("TestCheckpoint", golden | picture),
-        "VAELoader": ("TestVae", picture),
-        "LTXVAudioVAELoader": ("TestAudioVae", SOUND.get(family, {})),
+        "CheckpointLoaderSimple": ("TestCheckpoint", golden | image),
+        "VAELoader": ("TestVae", image),
+        "LTXVAudioVAELoader": ("TestAudioVae", AUDIO.get(family, {})),
     }
 
 
@@ -170,7 +170,7 @@ def stand_in(graph: dict, family: str, scale: int = 8) -> dict:
             key: MIN_SIZE[node["class_type"]] for key in ("width", "height") if node["class_type"] in MIN_SIZE
         }
         if "audio" in inputs.get("vae_name", ""):
-            node["class_type"], node["inputs"] = "TestAudioVae", SOUND[family]
+            node["class_type"], node["inputs"] = "TestAudioVae", AUDIO[family]
         elif node["class_type"] in replaced:
             node["class_type"], node["inputs"] = replaced[node["class_type"]]
         if node["class_type"] == "LTXVLatentUpsampler":  # its model has a gigabyte
@@ -203,7 +203,7 @@ def write_tiny(path, family: str):
 
 @pytest.fixture
 def files(comfy):
-    """files(graph, family): a tiny checkpoint for every model that a graph names, and the picture that it
+    """files(graph, family): a tiny checkpoint for every model that a graph names, and the image that it
     loads."""
     made = []
 
@@ -224,17 +224,17 @@ def files(comfy):
             )
         for node in nodes_of(graph, "LoadImage"):
             made.append(comfy.folder / "input" / node["inputs"]["image"])
-            picture = Image.linear_gradient("L").resize((128, 128)).convert("RGB")
-            picture.putalpha(Image.new("L", (128, 128), 255))
-            picture.paste((0, 0, 0, 0), (0, 64, 128, 128))  # transparent: LoadImage's mask
-            picture.save(made[-1])
+            image = Image.linear_gradient("L").resize((128, 128)).convert("RGB")
+            image.putalpha(Image.new("L", (128, 128), 255))
+            image.paste((0, 0, 0, 0), (0, 64, 128, 128))  # transparent: LoadImage's mask
+            image.save(made[-1])
 
     yield make
     for path in made:
         path.unlink(missing_ok=True)
 
 
-def picture_of(comfy, run) -> bytes:
+def image_of(comfy, run) -> bytes:
     image = next(output["images"][0] for output in run.outputs.values() if "images" in output)
     return comfy.fetch(
         f"/view?filename={image['filename']}&type={image['type']}&subfolder={image['subfolder']}"
@@ -246,7 +246,7 @@ def picture_of(comfy, run) -> bytes:
     [{}, {"cfg_degree": 1, "ulysses_degree": 2}, {"cfg_degree": 1, "pipefusion_degree": 2}],
     ids=["as it is", "ulysses", "pipefusion"],
 )
-def test_demo_makes_a_picture(comfy, config):
+def test_demo_makes_an_image(comfy, config):
     graph = read("demo")
     nodes_of(graph, "ParallelConfig")[0]["inputs"].update(config)
     run = comfy.run(graph)
@@ -256,8 +256,8 @@ def test_demo_makes_a_picture(comfy, config):
     (text,) = run.outputs[sampler]["parallel_dit"]
     # 256 tokens are too few for a third patch
     assert text.startswith("num_pipeline_patch 0: 2 patches\n") == ("pipefusion_degree" in config)
-    picture = picture_of(comfy, run)
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(picture[16:20], "big") == 256
+    image = image_of(comfy, run)
+    assert image[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(image[16:20], "big") == 256
 
 
 def degrees(name: str) -> list:
@@ -267,7 +267,7 @@ def degrees(name: str) -> list:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"demo"}, key=lambda name: (degrees(name), name)))
-def test_workflow_makes_a_picture(comfy, files, name):
+def test_workflow_makes_an_image(comfy, files, name):
     family = family_of(name)
     graph = stand_in(read(name), family, scale=SCALES.get(family, 64 if "_edit" in name else 8))
     files(graph, family)
@@ -284,11 +284,11 @@ def test_workflow_makes_a_picture(comfy, files, name):
     passes = 1 + len(nodes_of(graph, "LatentUpscaleBy"))
     assert len(done) == steps == 4 * passes
     assert sum(most for value, most in done if value == most) == 4 * passes
-    picture = picture_of(comfy, run)
+    image = image_of(comfy, run)
     start, kind = {"SaveImage": (1, b"PNG"), "SaveAnimatedWEBP": (8, b"WEBP"), "SaveVideo": (4, b"ftyp")}[
         next(node["class_type"] for node in graph.values() if node["class_type"].startswith("Save"))
     ]
-    assert picture[start:].startswith(kind)
+    assert image[start:].startswith(kind)
 
 
 def test_both_experts_stay_loaded(comfy, files):

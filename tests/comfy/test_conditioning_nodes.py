@@ -14,7 +14,7 @@ from tiny import GOLDEN, facts, write_checkpoint
 from versions import skip_without_class
 
 with comfy_modules():
-    import golden_pack.pictures as pictures
+    import golden_pack.images as images
     import native
     from comfy.nested_tensor import NestedTensor
     from golden_pack import TestGoldenText
@@ -99,7 +99,7 @@ ELSEWHERE = {
     "WanPhantomSubjectToVideo": "without images the node itself fails; test_variant_graphs.py",
     "TextEncodeQwenImageEdit": "hands on what ReferenceLatent does, after a text encoder",
     "TextEncodeQwenImageEditPlus": "hands on what ReferenceLatent does, after a text encoder",
-    "TextEncodeQwenImage21": "test_variant_graphs.py, with pictures",
+    "TextEncodeQwenImage21": "test_variant_graphs.py, with images",
     "TextEncodeZImageOmni": "of Z-Image Omni, which is refused",
     "WanSoundImageToVideo": "of Wan S2V, which is refused",
     "WanSoundImageToVideoExtend": "of Wan S2V, which is refused",
@@ -113,10 +113,10 @@ ELSEWHERE = {
     "Hunyuan3Dv2ConditioningMultiView": "of a model of shapes",
     "ReferenceTimbreAudio": "of ACE-Step, a model of music",
 }
-#: (Node, what is absent) that the node itself refuses: a guide of nothing, a picture without its VAE.
+#: (Node, what is absent) that the node itself refuses: a guide of nothing, an image without its VAE.
 REFUSED = {("MiniMaxH3AddGuide", absent) for absent in ("*", "vae", "audio_vae")}
 REFUSED.add(("HunyuanVideo15SuperResolution", "vae"))
-#: Node -> inputs that are left out where another is: each picture of a face costs a CPU seconds.
+#: Node -> inputs that are left out where another is: each image of a face costs a CPU seconds.
 DEAR = {"WanAnimateToVideo": ("face_video",)}
 STEPS = {"seed": 5, "steps": 2, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
 #: Variant or family -> its VAE (channels, pixels to a latent's side, frames to a latent's), where it is not
@@ -144,16 +144,16 @@ def value(kind: str, name: str, case: str):
         return {f"{part}_0": value("AUDIO" if "audio" in name else "IMAGE", part, case)}
     frames = 9 if "video" in name and name != "face_video" else 1  # each of a face costs a CPU seconds
     if kind == "IMAGE":
-        return pictures.TestImage().run(136, 104, frames, len(name))[0]
+        return images.TestImage().run(136, 104, frames, len(name))[0]
     if kind == "MASK":
-        mask = pictures.TestMask().run(144, 112)[0]
+        mask = images.TestMask().run(144, 112)[0]
         return mask.expand(9, -1, -1) if name == "quadmask" else mask  # of a video
     if kind == "VAE":
         if name == "audio_vae":
-            return pictures.TestAudioVae().run(32)[0]
-        return pictures.Encoder(*VAES.get(case, (16, 8, 4)))
+            return images.TestAudioVae().run(32)[0]
+        return images.Encoder(*VAES.get(case, (16, 8, 4)))
     if kind == "CLIP_VISION_OUTPUT":
-        return pictures.TestClipVision().run(25, 1152 if case.startswith("hunyuan") else 1280, len(name))[0]
+        return images.TestClipVision().run(25, 1152 if case.startswith("hunyuan") else 1280, len(name))[0]
     if kind == "WAN_CAMERA_EMBEDDING":
         cameras = importlib.import_module("comfy_extras.nodes_camera_trajectory")
         sides = SIZE["width"], SIZE["height"], SIZE["length"]
@@ -161,7 +161,7 @@ def value(kind: str, name: str, case: str):
     if kind == "LATENT":
         shape = (1, 16, 14, 10) if case.startswith("flux") else (1, 16, 1, 14, 10)
         shape = ENLARGED.get(case, shape)
-        return {"samples": pictures.randn(shape, 3)} if case not in LATENTS else empty(case)
+        return {"samples": images.randn(shape, 3)} if case not in LATENTS else empty(case)
     if kind == "CLIP":
         return TestGoldenText().run(str(GOLDEN / "minimax-h3__euler_simple.safetensors"))[0]
     if kind == "AUDIO":
@@ -255,7 +255,7 @@ def both(case: str, path) -> tuple:
     told = facts(case) if case in FAMILIES else variants.described(case)
     skip_without_class(told["comfy_class"])
     write_checkpoint(path, case) if case in FAMILIES else variants.write(path, case)
-    model = pictures.TestReferenceModel().run(str(path), native.json.dumps(told))[0]
+    model = images.TestReferenceModel().run(str(path), native.json.dumps(told))[0]
     rank = Rank(str(path))
     loaded = client_protocol.Loaded("tiny", rank.engine.models["tiny"].family.name, rank.engine.facts("tiny"))
     dit = ParallelDiT(ParallelConfig(), ModelChoice(""), loaded, weightless_patcher(loaded))
@@ -296,5 +296,5 @@ def test_optional_inputs(node, case, absent, models, monkeypatch):
     found, wanted = parts(ours["samples"]), parts(theirs["samples"])
     masks = parts(theirs["noise_mask"]) if case.startswith("ltx") else [None] * len(wanted)
     for got, want, mask in zip(found, wanted, masks, strict=True):
-        got, want = pictures.in_mask(got, mask), pictures.in_mask(want, mask)
+        got, want = images.in_mask(got, mask), images.in_mask(want, mask)
         assert ((got - want).abs().max() / want.std()).item() < 1e-4

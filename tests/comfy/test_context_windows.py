@@ -24,7 +24,7 @@ def randn(*shape):
 
 def guided(pair, factor):
     """A video with a guide at its first and one at its last frame, which are smaller by a ``factor``, and its
-    sound, as KSampler's inputs."""
+    audio, as KSampler's inputs."""
     size = [side // factor for side in SIDES]
     video, mask = randn(1, 128, FRAMES, *SIDES), torch.ones(1, 1, FRAMES, *SIDES)
     positive, negative = pair.positive, pair.negative
@@ -43,12 +43,12 @@ def guided(pair, factor):
         for prompt in (positive, negative):
             entries = prompt[0][1].get("guide_attention_entries", [])
             prompt[0][1]["guide_attention_entries"] = [*entries, entry]
-    sound = torch.zeros(1, 8, 18, 16)
+    audio = torch.zeros(1, 8, 18, 16)
     return {
         "positive": positive,
         "negative": negative,
-        "noise": NestedTensor([randn(*video.shape), randn(*sound.shape)]),
-        "latent_image": NestedTensor([video, sound]),
+        "noise": NestedTensor([randn(*video.shape), randn(*audio.shape)]),
+        "latent_image": NestedTensor([video, audio]),
         "noise_mask": NestedTensor([mask, torch.ones(1, 1, 18, 16)]),
     }
 
@@ -61,7 +61,7 @@ def test_guides_in_windows(pairs, factor):
 
     def windowed(model):
         (model,) = ContextWindowsManualNode.execute(model, 4, 1, **SETTINGS).result
-        video, sound = ksampler(pair, steps=2, **inputs)(model).unbind()
-        return NestedTensor([video[:, :, :FRAMES], sound])  # noise is left in the gaps of guides
+        video, audio = ksampler(pair, steps=2, **inputs)(model).unbind()
+        return NestedTensor([video[:, :, :FRAMES], audio])  # noise is left in the gaps of guides
 
     assert pair.error(windowed) <= 1e-4

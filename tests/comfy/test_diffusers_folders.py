@@ -80,7 +80,7 @@ def test_qwen_image21_leaves_out_the_system_prompt(folder):
 
 @pytest.mark.parametrize("name", LATENTS)
 def test_vae(folder, name):
-    """ComfyUI's VAE around diffusers': pictures as diffusers decodes them, sizes as ComfyUI's nodes ask for
+    """ComfyUI's VAE around diffusers': images as diffusers decodes them, sizes as ComfyUI's nodes ask for
     them, tiles that meet."""
     channels, scale, time, colours = LATENTS[name]
     model = pipelines.open_vae(folder(name), torch.float32)
@@ -152,10 +152,10 @@ def test_flux3_latents_are_the_models(folder):
 
     block = Flux3VaeEncoderStep().init_pipeline()
     block.update_components(vae=pipelines.open_vae(folder("Flux3ModularPipeline"), torch.float32))
-    picture = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
-    (want,) = block(condition_images=[picture.movedim(-1, 1) * 2 - 1], output="image_cond_latents")
+    pixels = torch.rand(1, 64, 96, 3, generator=torch.Generator().manual_seed(2))
+    (want,) = block(condition_images=[pixels.movedim(-1, 1) * 2 - 1], output="image_cond_latents")
     with torch.inference_mode():
-        torch.testing.assert_close(DiffusersVAE(block.vae).encode(picture), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(DiffusersVAE(block.vae).encode(pixels), want, atol=1e-5, rtol=1e-5)
 
 
 def returned(name: str) -> list[str]:
@@ -272,8 +272,8 @@ def test_text_encoders_that_do_not_fit(folder, monkeypatch):
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_graph_paints_what_the_pipeline_paints(comfy, folder, tmp_path, name):
-    """From text to picture, on two ranks, with stock nodes around: the latent to 1e-4 of its standard
-    deviation, the picture to a step of 8 bits."""
+    """From text to image, on two ranks, with stock nodes around: the latent to 1e-4 of its standard
+    deviation, the image to a step of 8 bits."""
     scale, width, height, cfg, empty, factor = GRAPHS[name]
     noise = torch.randn(1, LATENTS[name][0], height // scale, width // scale, generator=torch.manual_seed(11))
     inputs = {
@@ -288,13 +288,13 @@ def test_the_graph_paints_what_the_pipeline_paints(comfy, folder, tmp_path, name
     pipeline = whole(folder(name), name)
     if name == "Flux3ModularPipeline":
         state = pipeline(**inputs, output_type="pt")
-        latent, picture = state.get("latents"), state.get("images")
+        latent, pixels = state.get("latents"), state.get("images")
     else:
         latent = (
             pipeline(**inputs, guidance_scale=cfg, output_type="latent", **SMALL.get(name, {})).images
             / factor
         )
-        picture = pipeline.vae.decode(latent).sample.detach() / 2 + 0.5
+        pixels = pipeline.vae.decode(latent).sample.detach() / 2 + 0.5
     save_file({"samples": latent.detach().contiguous()}, tmp_path / "latent.safetensors")
     target = comfy.folder / "models/diffusers" / f"tiny-{name}"
     shutil.copytree(folder(name), target, dirs_exist_ok=True)
@@ -329,9 +329,9 @@ def test_the_graph_paints_what_the_pipeline_paints(comfy, folder, tmp_path, name
     told = json.loads(run.outputs[distance]["text"][0])
     assert told["shape"] == list(latent.shape) and told["error"] < 1e-4
     image = run.outputs[saved]["images"][0]
-    (tmp_path / "picture.png").write_bytes(
+    (tmp_path / "image.png").write_bytes(
         comfy.fetch(f"/view?filename={image['filename']}&type={image['type']}&subfolder={image['subfolder']}")
     )
-    painted = torch.from_numpy(np.asarray(Image.open(tmp_path / "picture.png"))).float()
-    want = picture[0].clamp(0, 1).movedim(0, -1) * 255
+    painted = torch.from_numpy(np.asarray(Image.open(tmp_path / "image.png"))).float()
+    want = pixels[0].clamp(0, 1).movedim(0, -1) * 255
     assert want.std() > 1 and (painted - want).abs().max() < 1.1

@@ -263,10 +263,10 @@ def edits(request, tmp_path):
         NODE_FAMILIES[loaded.family],
         checkpoint.config["in_channels"],
     )
-    pictures = [torch.randn(1, channels, 4, 6), torch.randn(1, channels, 4, 4)]
+    images = [torch.randn(1, channels, 4, 6), torch.randn(1, channels, 4, 4)]
 
     def arguments(**values):
-        prompt = [[torch.randn(1, 12, 64), {"pooled_output": None, "reference_latents": pictures, **values}]]
+        prompt = [[torch.randn(1, 12, 64), {"pooled_output": None, "reference_latents": images, **values}]]
         check_conditioning("positive", prompt, loaded.family, family)
         conds = comfy.samplers.process_conds(
             patcher.model,
@@ -276,19 +276,17 @@ def edits(request, tmp_path):
         )
         return model_arguments("positive", conds["positive"][0], 2, loaded.info["conditioning"], family)
 
-    return request.param, pictures, arguments
+    return request.param, images, arguments
 
 
 def test_references_reach_models_that_comfyui_does_not_have(edits):
     """As ComfyUI's edit models are given theirs; a way to place them that a model does not have is refused by
     name."""
-    name, pictures, arguments = edits
+    name, images, arguments = edits
     found = arguments(**({"image_slots": [3, 5]} if name == "qwen-image21" else {}))
     shift, scale = LATENT_FORMATS[name]
-    for i, picture in enumerate(pictures):
-        torch.testing.assert_close(
-            found[f"ref_latents.{i}"], ((picture - shift) * scale).expand(2, -1, -1, -1)
-        )
+    for i, image in enumerate(images):
+        torch.testing.assert_close(found[f"ref_latents.{i}"], ((image - shift) * scale).expand(2, -1, -1, -1))
     if name == "qwen-image21":
         assert found["image_slots"].tolist() == [[3, 5]]
     else:
@@ -297,9 +295,9 @@ def test_references_reach_models_that_comfyui_does_not_have(edits):
 
 
 def test_what_qwen_image21_does_not_read_is_left_out():
-    """As its transformer in ComfyUI leaves it: places of pictures that are not there, and which rows of the
+    """As its transformer in ComfyUI leaves it: places of images that are not there, and which rows of the
     prompt are padding."""
-    translate, prompt, pictures = (
+    translate, prompt, images = (
         NODE_FAMILIES["qwen-image-2.1"].translate,
         torch.zeros(1, 3, 64),
         [torch.zeros(1, 64, 2, 2)],
@@ -307,13 +305,13 @@ def test_what_qwen_image21_does_not_read_is_left_out():
     assert translate(
         {"c_crossattn": prompt, "image_slots": [1, 2], "attention_mask": torch.tensor([[1, 1, 0]])}
     ).keys() == {"c_crossattn"}
-    assert translate({"c_crossattn": prompt, "image_slots": [1, 2], "ref_latents": pictures})[
+    assert translate({"c_crossattn": prompt, "image_slots": [1, 2], "ref_latents": images})[
         "image_slots"
     ].tolist() == [[1]]
 
 
 def test_what_minimaxs_encoder_tells_of_a_prompt():
-    """Its tags, which come with every prompt, are sent where a row is a picture's; what the payload holds
+    """Its tags, which come with every prompt, are sent where a row is an image's; what the payload holds
     besides what is known is refused."""
     translate, prompt = NODE_FAMILIES["minimax-h3"].translate, torch.zeros(1, 3, 64)
 

@@ -50,7 +50,7 @@ def test_text_encoders_that_do_not_fit_leave_the_gpu(monkeypatch):
 )
 def test_empty_latents_of_another_size(format, channels, told, node):
     """An empty latent at 1/8 of the size is refused where this ComfyUI does not scale it: for SANA it would
-    be a picture of four times the sides."""
+    be an image of four times the sides."""
     latent = {"samples": torch.zeros(1, channels, 16, 16), **told}
     if node is None:
         check_latent(latent, format(), ())

@@ -71,7 +71,7 @@ def test_every_other_family_in_one_step(pairs, family):
 
 
 def regional(kind: str, prompts) -> list:
-    """Two prompts for parts of the picture or of the sampling, as ConditioningSetArea, SetMask and
+    """Two prompts for parts of the image or of the sampling, as ConditioningSetArea, SetMask and
     SetTimestepRange leave them."""
     (whole, values), (other, others) = prompts
     if kind == "area":
@@ -158,7 +158,7 @@ def test_sampler_custom_advanced(flux, guider):
     not hasattr(nodes_custom_sampler, "DualModelGuider"), reason="this ComfyUI has no DualModelGuider"
 )
 @pytest.mark.parametrize("models", [1, 2])
-def test_no_negative_prompt_is_a_picture_alone(pairs, models):
+def test_no_negative_prompt_is_an_image_alone(pairs, models):
     """Ideogram 4 is guided so by a model of its own, where the guider's negative is not connected."""
     pair = pairs("ideogram4")
 
@@ -203,7 +203,7 @@ def test_loading_is_free_and_prompts_are_called_together(flux):
 
 
 def test_room_is_asked_for_once_for_each_size_of_a_call(flux, monkeypatch):
-    """A small area may come first: what it needs is not what the whole picture does."""
+    """A small area may come first: what it needs is not what the whole image does."""
     backend, asked = pool.backend_for(CONFIG), []
     sample = backend.sample
 

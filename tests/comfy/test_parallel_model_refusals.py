@@ -84,9 +84,9 @@ STEPS_REFUSED = {
         "another attention function .* set attention in Parallel Config",
     ),
     "a tensor": (
-        lambda m: with_patch(m, "model_patch_data", {"picture": torch.ones(2, 2), "nothing": []}),
+        lambda m: with_patch(m, "model_patch_data", {"image": torch.ones(2, 2), "nothing": []}),
         None,
-        "a model patch .'model_patch_data': picture.,",
+        "a model patch .'model_patch_data': image.,",
     ),
     "severed video": (
         lambda m: with_patch(m, "v2a_cross_attn", False),

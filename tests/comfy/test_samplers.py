@@ -124,7 +124,7 @@ def test_two_stages_are_the_whole(pairs):
 
 def test_batch_index_and_mask(pairs):
     pair = pairs("flux-dev")
-    latent = {"samples": pair.picture["samples"].repeat(2, 1, 1, 1), "batch_index": [3, 1]}
+    latent = {"samples": pair.latent_image["samples"].repeat(2, 1, 1, 1), "batch_index": [3, 1]}
     latent["noise_mask"] = torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(2)).round()
     native, found = pair.both("KSamplerAdvanced", **{**ADVANCED, "latent_image": latent, "start_at_step": 1})
     assert error(native, found) <= 1e-4 and native.keys() == found.keys()

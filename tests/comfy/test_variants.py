@@ -171,7 +171,7 @@ T5 = {
     "image_meta_size": torch.tensor([[320.0, 384.0, 320.0, 384.0, 0.0, 0.0]]),
 }
 IMAGE = {"c_crossattn": randn(1, 512, 64), "c_concat": randn(1, 20, 3, 9, 10)}
-#: A reference picture's frame and two of the video.
+#: A reference image's frame and two of the video.
 EVEN, ODD = randn(1, 16, 3, 10, 10), randn(1, 20, 3, 9, 10)
 ANIMATE = {**TEXT, "c_concat": randn(1, 20, 3, 10, 10), "clip_fea": randn(1, 257, 1280)}
 #: Name -> (ComfyUI's module, latent, arguments by ComfyUI's names).

@@ -37,13 +37,13 @@ def walked(node: str, absent: str = ""):
     return lambda case, prompts: walk.conditioned(node, case, absent, prompts)
 
 
-def pictured(case: str, prompts: dict):
-    """CogVideoX 1.0, which is given its picture by InstructPixToPixConditioning."""
+def image_to_video(case: str, prompts: dict):
+    """CogVideoX 1.0, which is given its image by InstructPixToPixConditioning."""
     node = importlib.import_module("comfy_extras.nodes_ip2p").InstructPixToPixConditioning
     made = node.execute(
         **prompts, vae=walk.value("VAE", "vae", case), pixels=walk.value("IMAGE", "pixels", case)
     )
-    return *made.args[:2], {"samples": torch.zeros(1, 16, 3, 14, 18)}  # the picture's in latent pixels
+    return *made.args[:2], {"samples": torch.zeros(1, 16, 3, 14, 18)}  # the image's in latent pixels
 
 
 def at_timestep_0(case: str, prompts: dict):
@@ -57,13 +57,13 @@ def at_timestep_0(case: str, prompts: dict):
 
 
 def smaller_guides(*audio: int):
-    """Two pictures at a reference_downscale_factor of 2, one of them weighed, for a video, and its sound of
+    """Two images at a reference_downscale_factor of 2, one of them weighed, for a video, and its audio of
     shape ``audio``."""
 
     def conditioned(case: str, prompts: dict):
         nodes = importlib.import_module("comfy_extras.nodes_lt")
         latent = {"samples": torch.zeros(1, 128, 2, 4, 6)}
-        given = {"vae": walk.pictures.Encoder(128, 32, 8), "iclora_parameters": {FACTOR: 2}}
+        given = {"vae": walk.images.Encoder(128, 32, 8), "iclora_parameters": {FACTOR: 2}}
         weighed = {"strength": 0.7, "attention_mask": walk.value("MASK", "mask", case)}
         for frame, weight in ((0, {"strength": 1.0}), (-1, weighed)):
             image = walk.value("IMAGE", "i" * (frame + 2), case)
@@ -71,8 +71,8 @@ def smaller_guides(*audio: int):
             *both, latent = nodes.LTXVAddGuide.execute(**inputs, **weight).args
             prompts = dict(zip(prompts, both))
         if audio:
-            sound = {"samples": torch.zeros(audio)}
-            (latent,) = nodes.LTXVConcatAVLatent.execute(latent, sound).args
+            audio_latent = {"samples": torch.zeros(audio)}
+            (latent,) = nodes.LTXVConcatAVLatent.execute(latent, audio_latent).args
         return *prompts.values(), latent
 
     return conditioned
@@ -86,11 +86,11 @@ def plain(*shape: int):
 GOLDENS = {
     "wan21-fun-control": walked("WanFunControlToVideo"),
     "wan21-fun-camera": walked("WanCameraImageToVideo"),
-    "wan22-animate": walked("WanAnimateToVideo", "face_video"),  # of which a picture is 3 MB
+    "wan22-animate": walked("WanAnimateToVideo", "face_video"),  # of which an image is 3 MB
     "qwen-image-layered": walked("ReferenceLatent"),
     "flux2-edit-zero": at_timestep_0,
     "krea2-style": at_timestep_0,
-    "cogvideox-1.0-i2v": pictured,
+    "cogvideox-1.0-i2v": image_to_video,
     "hunyuan-video15-meanflow": plain(1, 32, 3, 10, 11),
     "hunyuan-video15-sr": walked("HunyuanVideo15SuperResolution"),
     "ltxv-smaller-guides": smaller_guides(),

@@ -5,7 +5,7 @@ import json
 from tiny import GOLDEN
 
 
-def pictured_video(g, positive, negative):
+def image_to_video(g, positive, negative):
     positive, negative, _ = g.three(
         "InstructPixToPixConditioning", positive=positive, negative=negative, vae=g.vae(), pixels=g.image()
     )
@@ -78,7 +78,7 @@ def ltx_guides(g, positive, negative):
 
 
 def ltx_smaller_guides(g, positive, negative, sides=(4, 6)):
-    """A picture and a weighed one at half the size, as an IC-LoRA's header asks for, and one at the
+    """An image and a weighed one at half the size, as an IC-LoRA's header asks for, and one at the
     latent's."""
     latent = g.latent(1, 128, 3, *sides, empty=True)
     size = {"width": 32 * sides[1], "height": 32 * sides[0]}
@@ -101,12 +101,12 @@ def ltx_smaller_guides(g, positive, negative, sides=(4, 6)):
 
 def ltx2_smaller_guides(g, positive, negative):
     positive, negative, video = ltx_smaller_guides(g, positive, negative)
-    sound = g.latent(1, 8, 9, 16, empty=True)
-    return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=sound)
+    audio = g.latent(1, 8, 9, 16, empty=True)
+    return positive, negative, g.one("LTXVConcatAVLatent", video_latent=video, audio_latent=audio)
 
 
 def ltx2_image(g, positive, negative):
-    """A first frame, and sound with a mask."""
+    """A first frame, and audio with a mask."""
     video = g.one(
         "LTXVImgToVideoInplace",
         vae=g.vae(128, 32, 8),
@@ -133,7 +133,7 @@ def ltx2_guides(g, positive, negative):
 
 
 def minimax_guides(g, positive, negative):
-    """A keyframe at the beginning, and a picture with sound at a later frame; a prompt with a picture in
+    """A keyframe at the beginning, and an image with audio at a later frame; a prompt with an image in
     it."""
     positive = g.one(
         "TestConditioningValues",
@@ -183,7 +183,7 @@ def minimax_frames(g, positive, negative):
 
 
 def minimax_references(g, positive, negative):
-    """Pictures, a video with its sound and sound alone, as the model's own node hands them over."""
+    """Images, a video with its audio and audio alone, as the model's own node hands them over."""
     clip = g.one("TestGoldenText", file=str(GOLDEN / "minimax-h3__euler_simple.safetensors"))
     audio = g.one("EmptyAudio", duration=0.2, sample_rate=16000, channels=2)
     node = g.add(

@@ -36,21 +36,21 @@ def first_and_last_frame(g, positive, negative):
 WAN_FUN, WAN_FUN_22 = "WanFunControlToVideo", "Wan22FunControlToVideo"
 
 
-def fun_control(node, features=False, **pictures):
-    """Wan Fun Control's nodes; ``pictures``: input -> how many frames are connected."""
+def fun_control(node, features=False, **frames):
+    """Wan Fun Control's nodes; ``frames``: input -> how many frames are connected."""
 
     def build(g, positive, negative):
-        further = {name: g.image(frames=count, seed=count) for name, count in pictures.items()}
+        further = {name: g.image(frames=count, seed=count) for name, count in frames.items()}
         further |= {"clip_vision_output": g.features()} if features else {}
         return g.three(node, positive=positive, negative=negative, vae=g.vae(), **WAN_SIZE, **further)
 
     return build
 
 
-def fun_camera(features=False, pictured=True, moved=True):
+def fun_camera(features=False, with_image=True, moved=True):
     def build(g, positive, negative):
         further = {"clip_vision_output": g.features()} if features else {}
-        further |= {"start_image": g.image()} if pictured else {}
+        further |= {"start_image": g.image()} if with_image else {}
         if moved:
             size = {name: WAN_SIZE[name] for name in ("width", "height", "length")}
             further["camera_conditions"] = g.one("WanCameraEmbedding", camera_pose="Pan Left", **size)
@@ -84,7 +84,7 @@ def phantom(negative_output):
 
 
 def bernini(g, positive, negative):
-    """A video of the latent's size, another one, and a picture."""
+    """A video of the latent's size, another one, and an image."""
     return g.three(
         "BerniniConditioning",
         positive=positive,
@@ -132,8 +132,8 @@ def animate(*inputs):
         made = {
             "clip_vision_output": lambda: g.features(),
             "reference_image": lambda: g.image(seed=1),
-            "face_video": lambda: g.image(seed=2),  # each picture costs a CPU seconds
-            "pose_video": lambda: g.image(frames=5, seed=3),  # its last picture is repeated
+            "face_video": lambda: g.image(seed=2),  # each image costs a CPU seconds
+            "pose_video": lambda: g.image(frames=5, seed=3),  # its last frame is repeated
             "background_video": lambda: g.image(frames=9, seed=4),
             "character_mask": lambda: g.one("TestMask", width=144, height=112),
             "continue_motion": lambda: g.image(frames=5, seed=5),

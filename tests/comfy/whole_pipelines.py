@@ -4,7 +4,7 @@ import diffusers
 
 PROMPT, NEGATIVE = "a red fox in snow", "blurry"
 #: Pipeline whose VAE is a kind of its own -> channels, pixels to a latent's side, frames to one (None: of
-#: pictures), channels of a picture.
+#: images), channels of an image.
 LATENTS = {
     "SanaPipeline": (32, 32, None, 3),
     "AuraFlowPipeline": (4, 8, None, 3),
@@ -22,7 +22,7 @@ SMALL = {
 }
 #: Steps of the graphs; diffusers' schedulers shift these as ComfyUI's schedule is shifted.
 SIGMAS = [1.0, 0.75, 0.5, 0.25]
-#: Pipeline -> scale of its latents, width and height of the picture, cfg, the node that makes an empty
+#: Pipeline -> scale of its latents, width and height of the image, cfg, the node that makes an empty
 #: latent, factor from LATENT to the pipeline's latents.
 GRAPHS = {
     "SanaPipeline": (32, 128, 96, 4.5, "EmptyHunyuanImageLatent", 0.41407),

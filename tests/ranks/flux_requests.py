@@ -12,7 +12,7 @@ STEPS, STALE_STEPS, FEW = 6, 4, 2
 SHORT_NEGATIVE = "negative of 1 row"
 #: A solver that reads the negative prediction by itself, which comes from another rank under CFG, and noise.
 CFG_PP = "euler_ancestral_cfg_pp"
-#: Several prompts: one that begins late, one for a part of the picture, a negative one that ends early; also
+#: Several prompts: one that begins late, one for a part of the image, a negative one that ends early; also
 #: under a solver that calls the model twice a step.
 MIXED, MIXED_HEUN = "mixed prompts", "mixed prompts, heun"
 #: A batch that no number of replicas here divides.

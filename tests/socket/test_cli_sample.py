@@ -50,9 +50,9 @@ def shell(text: str, folder: Path, **environment) -> subprocess.CompletedProcess
     return subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_the_page_example_makes_the_picture(tmp_path):
+def test_the_page_example_makes_the_image(tmp_path):
     """Ranks that auto chooses are started, by another Python than the client's, and a prompt becomes its
-    picture. The client is a process that imports everything itself, as users start it."""
+    image. The client is a process that imports everything itself, as users start it."""
     python = interpreters.recording(tmp_path / "ranks-python", tmp_path / "log", forks=True)
     own = {"PARALLEL_DIT_PYTHON": str(python), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     found = shell(examples("headless.md")["sample"], tmp_path, **own)

@@ -4,8 +4,8 @@ ends, as HunyuanVideo's are; Variant says what an entry holds."""
 import torch
 from variant_parts import Variant, frames_given, randn, wider
 
-#: A video of three frames and its sound, of which the first moments are given, one in part.
-SOUND_GIVEN = (
+#: A video of three frames and its audio, of which the first moments are given, one in part.
+AUDIO_GIVEN = (
     torch.cat([torch.zeros(4), torch.full((1,), 0.5), torch.ones(4)])
     .view(1, 1, 9, 1)
     .expand(1, 8, 9, 16)
@@ -13,7 +13,7 @@ SOUND_GIVEN = (
 )
 AV_GIVEN = {
     "denoise_mask": frames_given(128, 3, 6, 5),
-    "audio_denoise_mask": SOUND_GIVEN,
+    "audio_denoise_mask": AUDIO_GIVEN,
     "keyframe_idxs": torch.arange(30 * 6).reshape(1, 3, 30, 2),
 }
 AV_MASK = torch.cat(
@@ -37,7 +37,7 @@ AV_GAPS_MASK = torch.cat(
 )
 
 
-#: Two pictures of 20 rows and 6 rows of sound, for a prompt with a picture in it.
+#: Two images of 20 tokens and 6 tokens of audio, for a prompt with an image in it.
 GIVEN_ROWS = {
     "given_video": randn(1, 40, 96),
     "given_audio": randn(1, 6, 32),

@@ -28,7 +28,7 @@ IMAGE_EMBEDDER = {
     },
 }
 WAN_36 = {"patch_embedding.weight": (512, 36, 1, 2, 2)}
-REFERENCE_PICTURE = {"ref_conv.weight": (512, 16, 2, 2), "ref_conv.bias": (512,)}
+REFERENCE_IMAGE = {"ref_conv.weight": (512, 16, 2, 2), "ref_conv.bias": (512,)}
 CAMERA = {
     "control_adapter.conv.weight": (512, 24 * 64, 2, 2),
     "control_adapter.conv.bias": (512,),
@@ -43,7 +43,7 @@ ENCODER = "motion_encoder.enc.net_app.convs"
 
 def animate(widths: tuple[int, ...], style: int, hidden: int) -> dict:
     """Wan Animate's further shapes. widths: channels of the face's encoder, whose blocks halve the sides of
-    its pictures; hidden: of the encoder over time. The first of every five blocks has a face attention."""
+    its images; hidden: of the encoder over time. The first of every five blocks has a face attention."""
     wan = facts("wan21-t2v")["shapes"] | IMAGE_EMBEDDER
     fifth = {
         key.replace("blocks.3.", "blocks.4."): tuple(shape)
@@ -128,7 +128,7 @@ WAN_VARIANTS = {
     ),
     "wan21-fun-control": Variant(
         "wan21-t2v",
-        {"patch_embedding.weight": (512, 48, 1, 2, 2)} | IMAGE_EMBEDDER | REFERENCE_PICTURE,
+        {"patch_embedding.weight": (512, 48, 1, 2, 2)} | IMAGE_EMBEDDER | REFERENCE_IMAGE,
         "WAN21_FunControl2V",
         {"model_type": "i2v", "in_dim": 48, "in_dim_ref_conv": 16},
         arguments={
@@ -140,7 +140,7 @@ WAN_VARIANTS = {
     ),
     "wan22-fun-control": Variant(
         "wan21-t2v",
-        {"patch_embedding.weight": (512, 52, 1, 2, 2)} | REFERENCE_PICTURE,
+        {"patch_embedding.weight": (512, 52, 1, 2, 2)} | REFERENCE_IMAGE,
         "WAN21_T2V",
         {"in_dim": 52, "in_dim_ref_conv": 16},
         arguments={"c_concat": randn(1, 36, 3, 16, 16), "reference_latent": randn(1, 16, 16, 16)},
@@ -179,7 +179,7 @@ WAN_VARIANTS = {
     ),
     "wan22-animate": Variant(
         "wan21-t2v",
-        # the sizes that ComfyUI knows alone, of pictures of 512 x 512 pixels
+        # the sizes that ComfyUI knows alone, of images of 512 x 512 pixels
         WAN_36 | IMAGE_EMBEDDER | animate((32, 64, 128, 256, 512, 512, 512, 512), 512, 1024),
         "WAN22_Animate",
         {"model_type": "animate", "in_dim": 36, "num_layers": 5},

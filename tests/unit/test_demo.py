@@ -1,4 +1,4 @@
-"""The bundled model's pictures follow their prompts, through the engine."""
+"""The bundled model's images follow their prompts, through the engine."""
 
 import runpy
 
@@ -31,13 +31,13 @@ def checks():
         tensors[f"{branch}.y"] = torch.cat([pooled for _, pooled in encoded])
     samples, _ = engine.sample(Sample("demo", "euler", CFG, 0, tensors=tensors), Callbacks())
     return [
-        shapes.check_image(prompt, picture)
-        for prompt, picture in zip(PROMPTS, shapes.decode(shapes.to_vae_units(samples)))
+        shapes.check_image(prompt, image)
+        for prompt, image in zip(PROMPTS, shapes.decode(shapes.to_vae_units(samples)))
     ]
 
 
 def test_colours_and_places_follow_the_prompt(checks):
-    """At least 90 % of the pictures have every object in its colour and place, and nothing else."""
+    """At least 90 % of the images have every object in its colour and place, and nothing else."""
     right = sum(not check.misplaced for check in checks)
     print(f"{right} of {len(checks)} right in colour and place")
     assert right >= 0.9 * len(checks)
@@ -49,13 +49,13 @@ def test_shapes_mostly_follow_too(checks):
 
 
 def test_the_check_can_fail():
-    """Drawn scenes pass; the same pictures under each other's prompts do not."""
+    """Drawn scenes pass; the same images under each other's prompts do not."""
     drawn = [shapes.draw(shapes.parse_prompt(prompt)) for prompt in PROMPTS]
-    pictures = [(picture.permute(1, 2, 0) + 1) / 2 for picture in drawn]
-    assert all(shapes.check_image(prompt, picture) for prompt, picture in zip(PROMPTS, pictures))
+    images = [(image.permute(1, 2, 0) + 1) / 2 for image in drawn]
+    assert all(shapes.check_image(prompt, image) for prompt, image in zip(PROMPTS, images))
     wrong = [
-        not shapes.check_image(prompt, picture).misplaced
-        for prompt, picture in zip(PROMPTS, pictures[1:] + pictures[:1])
+        not shapes.check_image(prompt, image).misplaced
+        for prompt, image in zip(PROMPTS, images[1:] + images[:1])
     ]
     assert sum(wrong) <= 2
 
@@ -67,8 +67,8 @@ def test_model_fits_in_the_repository():
 @pytest.mark.parametrize(
     "argument, sentence",
     [
-        ("--out=picture", "'picture' is not the name of a .png file"),
-        ("--out=picture.jpeg", "'picture.jpeg' is not the name of a .png file"),
+        ("--out=image", "'image' is not the name of a .png file"),
+        ("--out=image.jpeg", "'image.jpeg' is not the name of a .png file"),
         ("--steps=0", "'0' is not a whole number of at least 1"),
         ("--repeat=-1", "'-1' is not a whole number of at least 1"),
     ],

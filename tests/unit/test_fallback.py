@@ -203,7 +203,7 @@ def test_one_process_equals_the_plain_loop(name, tmp_path):
 
 
 def test_time_that_runs_the_other_way(tmp_path):
-    """From noise at 0 to the picture at 1, as diffusers' own scheduler steps where it inverts its noise
+    """From noise at 0 to the image at 1, as diffusers' own scheduler steps where it inverts its noise
     levels."""
     name, scheduler = CUT[2], diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
     engine, sample = Engine(ParallelConfig(), mesh.single()), request(name)
@@ -273,7 +273,7 @@ PACKED = dict(
 
 
 @pytest.mark.parametrize(
-    "name, text, picture",
+    "name, text, image",
     [
         (
             "LongCatImageTransformer2DModel",
@@ -287,7 +287,7 @@ PACKED = dict(
         ),
     ],
 )
-def test_positions_are_the_pipelines(name, text, picture, monkeypatch):
+def test_positions_are_the_pipelines(name, text, image, monkeypatch):
     """In float32, whatever the latent's type: half precision would round those behind a long prompt."""
     monkeypatch.setitem(
         CONFIGS,
@@ -305,7 +305,7 @@ def test_positions_are_the_pipelines(name, text, picture, monkeypatch):
         torch.tensor(0.5),
         {"c_crossattn": torch.zeros(1, 9, 24)},
     )
-    assert arguments["txt_ids"].equal(text.float()) and arguments["img_ids"].equal(picture.float())
+    assert arguments["txt_ids"].equal(text.float()) and arguments["img_ids"].equal(image.float())
 
 
 def test_what_the_output_means_comes_from_the_scheduler():

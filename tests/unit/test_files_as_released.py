@@ -34,7 +34,7 @@ def test_a_norm_that_nothing_uses(tmp_path, family):
 
 #: Family, and a tensor that files of it may have besides.
 BESIDES = [
-    ("krea2", "last.down.weight"),  # a picture, in an fp8 and a GGUF repack
+    ("krea2", "last.down.weight"),  # an image, in an fp8 and a GGUF repack
     ("minimax-h3-curves", "adaln_basis"),  # of turbo merges
     ("hunyuan-video15", "task_bias.weight"),  # this and the next two of Capybara
     ("hunyuan-video15", "cond_special_token_embedding.weight"),

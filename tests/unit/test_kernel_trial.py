@@ -268,7 +268,7 @@ def of_values_in_float16(accumulator):
 
 @pytest.mark.parametrize("accumulator, fails", [(torch.float16, True), (torch.float32, False)])
 def test_a_kernel_that_adds_large_values_in_float16_is_refused(kernel, accumulator, fails):
-    """Which is right with small ones: black pictures of Qwen-Image."""
+    """Which is right with small ones: black images of Qwen-Image."""
     kernel(of_values_in_float16(accumulator))
     why = kernel_trial.failure("sage", torch.bfloat16, 64, False, CPU)
     assert why == ("it is off by inf of values near 65,504" if fails else "")

@@ -162,7 +162,7 @@ PAGES = sorted((ROOT / "workflows").glob("*.json"))
 
 
 #: How much higher nodes get when they run, by the beginning of their type: MAX_HEIGHT of web/report.js under
-#: a loader, a report and a preview under a sampler, a picture under a node that saves one.
+#: a loader, a report and a preview under a sampler, an image under a node that saves one.
 GROWTH = {"LoadParallelDiT": 240, "ParallelSampler": 380, "SamplerCustom": 260, "Save": 260}
 #: How ComfyUI 0.33 opens a template: nodes with a margin fill a part of the window, and below a zoom its
 #: classic canvas draws no texts (8 of 14 pixels, MinFontSizeForLOD and NODE_TEXT_SIZE).

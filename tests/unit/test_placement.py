@@ -20,8 +20,8 @@ from backend.planner.placement import STAYS, Ranks, choose_placement
 
 GB = 1_000_000_000
 TWO_L40 = replace(L40, memory=(48 * GB,) * 2)
-#: A picture, for which PipeFusion is the fastest, and its refinement, of too few steps for it.
-PICTURE, REFINED = RequestEstimate(4096, 512, 20, 1), RequestEstimate(16384, 512, 6, 1)
+#: An image, for which PipeFusion is the fastest, and its refinement, of too few steps for it.
+IMAGE, REFINED = RequestEstimate(4096, 512, 20, 1), RequestEstimate(16384, 512, 6, 1)
 RING, PIPE = ParallelConfig(ring_degree=2), ParallelConfig(pipefusion_degree=2)
 
 
@@ -58,7 +58,7 @@ def fixed(requests: list[RequestEstimate]) -> float:
 @pytest.mark.parametrize("start", [None, RING, PIPE], ids=["new", "ring", "pipefusion"])
 def test_requests_in_turn_do_not_move_weights_each_time(start):
     """Weights were read twice a prompt, 48 s for 19 s of computing; one GPU took 35 s."""
-    requests = [PICTURE, REFINED] * 20
+    requests = [IMAGE, REFINED] * 20
     seconds, choices = run(requests, start)
     places = [choice.plan.placement for choice in choices]
     assert seconds <= 1.2 * fixed(requests)
@@ -69,15 +69,15 @@ def test_the_way_back_takes_all_of_its_seconds_again():
     """Gains that nearly cancel moved weights at every request once they had been moved."""
     ring, pipe = {RING: 24.0, PIPE: 20.0}, {RING: 20.0, PIPE: 23.9}
     ranks, places = Ranks(RING, (FLUX,), rate=2.4 * GB), [RING.placement]
-    assert 9 < ranks.change(PIPE, PICTURE) < 11
+    assert 9 < ranks.change(PIPE, IMAGE) < 11
     for scores in [ring, pipe] * 100:
-        plan, regret = choose_placement(scores, [], ranks, PICTURE)
+        plan, regret = choose_placement(scores, [], ranks, IMAGE)
         ranks = replace(ranks, plan=plan, regret=regret)
         places.append(plan.placement)
     assert sum(one != other for one, other in pairwise(places)) <= 2
 
 
-@pytest.mark.parametrize("request_", [PICTURE, REFINED], ids=["20 steps", "6 steps"])
+@pytest.mark.parametrize("request_", [IMAGE, REFINED], ids=["20 steps", "6 steps"])
 def test_many_equal_requests_get_the_best_plan(request_):
     """At times through weights that are cut, which are read in half the seconds of whole ones."""
     best = choose(question(request_)).option
@@ -89,7 +89,7 @@ def test_many_equal_requests_get_the_best_plan(request_):
 
 
 def test_why_ranks_stay_is_said():
-    (choice,) = run([PICTURE], RING)[1]
+    (choice,) = run([IMAGE], RING)[1]
     assert choice.plan.ring_degree == 2
     said = "pipefusion_degree 2, 2 patches would take 7.0 s instead of 8.9 s, but ranks would read weights"
     assert choice.lines[0].endswith(f" {said} again for it, about 16 s.")
@@ -98,31 +98,31 @@ def test_why_ranks_stay_is_said():
 
 
 def test_what_nobody_holds_is_read_anyway():
-    assert choose(question(PICTURE), running=Ranks(RING)).plan.pipefusion_degree == 2
-    assert choose(question(PICTURE), running=Ranks(RING, (FLUX,))).plan.ring_degree == 2
+    assert choose(question(IMAGE), running=Ranks(RING)).plan.pipefusion_degree == 2
+    assert choose(question(IMAGE), running=Ranks(RING, (FLUX,))).plan.ring_degree == 2
 
 
 def test_an_exact_method_is_exact_wherever_ranks_are():
     for start in (RING, PIPE, ParallelConfig(pipefusion_degree=2, num_pipeline_patch=4)):
-        for request in (PICTURE, REFINED):
+        for request in (IMAGE, REFINED):
             choice = choose(question(request), EXACT, Ranks(start, (FLUX,)))
             assert not choice.plan.has_stale_kv
 
 
 def test_samplers_of_one_graph_get_one_placement():
     """PipeFusion first, and weights read again for the second sampler."""
-    graph = replace(PICTURE, then=(REFINED,))
+    graph = replace(IMAGE, then=(REFINED,))
     choice = choose(question(graph))
-    assert choose(question(PICTURE)).plan.pipefusion_degree == 2 and choice.plan.ring_degree == 2
+    assert choose(question(IMAGE)).plan.pipefusion_degree == 2 and choice.plan.ring_degree == 2
     assert choice.lines[0].endswith("and longer for all samplers of the graph together.")
-    assert choose(question(replace(PICTURE, then=(PICTURE,)))).plan.pipefusion_degree == 2
+    assert choose(question(replace(IMAGE, then=(IMAGE,)))).plan.pipefusion_degree == 2
 
 
 def test_samplers_that_no_placement_serves_get_their_own():
     """One whose latent fits no placement of the first."""
     large = RequestEstimate(3_000_000, 512, 20, 1)
     assert not any(each.fits for each in question(large).options())
-    assert choose(question(replace(PICTURE, then=(large,)))).plan.pipefusion_degree == 2
+    assert choose(question(replace(IMAGE, then=(large,)))).plan.pipefusion_degree == 2
 
 
 ALL = AutoConfig()
@@ -154,7 +154,7 @@ def plan_for(request: RequestEstimate, auto: AutoConfig = ALL, model=MODEL, othe
 def test_weights_stay_until_moving_has_paid(ranks):
     plans = []
     for _ in range(20):
-        ranks.config = plan_for(PICTURE)
+        ranks.config = plan_for(IMAGE)
         plans.append(ranks.config.pipefusion_degree)
     assert plans == sorted(plans) and 5 < plans.count(1) < 15
 
@@ -162,13 +162,13 @@ def test_weights_stay_until_moving_has_paid(ranks):
 def test_a_graph_that_is_loaded_counts_when_it_runs(ranks):
     """Loaders plan, too, each time where ComfyUI caches no outputs."""
     for _ in range(20):
-        assert plan_for(replace(PICTURE, then=())).ring_degree == 2
+        assert plan_for(replace(IMAGE, then=())).ring_degree == 2
 
 
 def test_the_other_model_of_a_graph_is_read_again_too(ranks):
     """One expert that is not there yet would move the one that is."""
-    assert plan_for(PICTURE, model=OTHER, others=(MODEL,)).placement == RING.placement
-    assert plan_for(PICTURE, model=OTHER).pipefusion_degree == 2
+    assert plan_for(IMAGE, model=OTHER, others=(MODEL,)).placement == RING.placement
+    assert plan_for(IMAGE, model=OTHER).pipefusion_degree == 2
 
 
 @pytest.mark.parametrize("change", ["config", "nothing held", "other ranks", "moved by hand"])
@@ -182,4 +182,4 @@ def test_what_somebody_has_changed_is_planned_afresh(ranks, change):
         ranks.can_become = lambda config: False
     else:
         ranks.config = ParallelConfig(tensor_parallel_degree=2)
-    assert plan_for(PICTURE, auto).pipefusion_degree == 2
+    assert plan_for(IMAGE, auto).pipefusion_degree == 2

@@ -60,8 +60,8 @@ def test_all_blocks_share_a_mask_that_goes_with_the_request(padded, tmp_path, mo
 
 
 def test_given_tokens_see_what_is_before_them_their_own_image_and_no_padding():
-    picture, latent = (SimpleNamespace(tokens=count) for count in (2, 9))
-    parts = [(0, 2, picture), (2, 3, latent)]
+    image, latent = (SimpleNamespace(tokens=count) for count in (2, 9))
+    parts = [(0, 2, image), (2, 3, latent)]
     rows = ["10000", "11000", "11110", "11110", "11111"]
     want = torch.tensor([[letter == "1" for letter in row] for row in rows])
     assert_same_bits(qwen_image21.before(parts, None, torch.device("cpu"))[0, 0], want)

@@ -94,7 +94,7 @@ def test_a_reference_that_no_weight_reads_changes_nothing_and_is_named(tmp_path)
 @pytest.mark.parametrize(
     "method, want",
     [
-        # by ComfyUI's rules: side by side along the shorter side | numbered | both behind the picture's lower
+        # by ComfyUI's rules: side by side along the shorter side | numbered | both behind the image's lower
         # right corner
         ("offset", [(1, 0, 0), (1, 6, 0)]),
         ("index", [(1, 0, 0), (2, 0, 0)]),
@@ -156,7 +156,7 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
         grid,
     )
 
-    pack, pictures = lambda latent: latent.flatten(2).transpose(1, 2), references.references(cond)
+    pack, images = lambda latent: latent.flatten(2).transpose(1, 2), references.references(cond)
 
     def ids(latent, number):
         return _prepare_image_ids(*latent.shape[-2:], 0.5, l_coord=number)
@@ -170,10 +170,10 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
         time,
         ids(latent, 0),
         rows,
-        image_cond_hidden_states=torch.cat([pack(picture) for picture in pictures], dim=1),
-        image_cond_ids=torch.cat([ids(picture, -1 - i) for i, picture in enumerate(pictures)]),
+        image_cond_hidden_states=torch.cat([pack(image) for image in images], dim=1),
+        image_cond_ids=torch.cat([ids(image, -1 - i) for i, image in enumerate(images)]),
     ).sample
-    assert len(pictures) == 2
+    assert len(images) == 2
     assert_ulps(found, want, sum(len(plain.get_submodule(name)) for name in model.family.blocks.lists))
 
 
@@ -209,36 +209,36 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
     )
 
     rows, slots = list(text[0].unbind(0)), [False] * text.shape[1]
-    pictures = references.references(cond)
-    for at, picture in reversed(list(zip(cond["image_slots"][0].tolist(), pictures))):
-        count = picture.shape[-2] * picture.shape[-1] // 4
+    images = references.references(cond)
+    for at, image in reversed(list(zip(cond["image_slots"][0].tolist(), images))):
+        count = image.shape[-2] * image.shape[-1] // 4
         rows[at:at], slots[at:at] = [torch.full((text.shape[2],), 5.0)] * count, [True] * count
 
     def pack(latent):
         return latent.flatten(2).transpose(1, 2)
 
     want = plain(
-        torch.cat([pack(picture) for picture in (*pictures, latent)], dim=1),
+        torch.cat([pack(image) for image in (*images, latent)], dim=1),
         torch.stack(rows)[None],
         time,
-        [[(1, *picture.shape[-2:]) for picture in (*pictures, latent)]],
+        [[(1, *image.shape[-2:]) for image in (*images, latent)]],
         torch.tensor([slots + [True] * (grid.tokens // 4)]),
     ).sample[:, -grid.tokens :]
-    assert len(pictures) == {"positive": 2, "negative": 1}[branch]
+    assert len(images) == {"positive": 2, "negative": 1}[branch]
     assert_ulps(found, want, len(plain.transformer_blocks))
 
 
 @torch.inference_mode()
-def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
+def test_qwen_image21_makes_images_of_odd_sides(tmp_path):
     """Sizes that diffusers' forward has no slots for: its own blocks, one by one, on the sequence."""
     sample, (family, config, ours), plain = qwen_image21_of(tmp_path, "qwen-image21-odd")
-    latent, text, picture = (
+    latent, text, image = (
         sample.tensors["noise"],
         sample.tensors["positive.c_crossattn"],
         sample.tensors["positive.ref_latents.0"],
     )
     cond, grid = (
-        {"c_crossattn": text, "ref_latents.0": picture, "image_slots": torch.tensor([[4]])},
+        {"c_crossattn": text, "ref_latents.0": image, "image_slots": torch.tensor([[4]])},
         TokenGrid((64, 7, 9), (1, 1, 1)),
     )
     found = family.io.output(
@@ -252,7 +252,7 @@ def test_qwen_image21_makes_pictures_of_odd_sides(tmp_path):
 
     text, pixels = (
         plain.txt_in(text),
-        [plain.img_in(one.flatten(2).transpose(1, 2)) for one in (picture, latent)],
+        [plain.img_in(one.flatten(2).transpose(1, 2)) for one in (image, latent)],
     )
     rows, rotary = (
         torch.cat([text[:, :4], pixels[0], text[:, 4:], pixels[1]], dim=1),
@@ -310,9 +310,9 @@ def test_samples_with_references_at_other_places_are_no_batch():
     )
 
 
-def test_pictures_of_odd_and_even_sides_have_one_middle():
+def test_images_of_odd_and_even_sides_have_one_middle():
     """As ComfyUI's Qwen-Image 2.1 places them: columns of a reference seven wide fall between those of a
-    picture ten wide.
+    image ten wide.
     """
     grid, cond = (
         TokenGrid((64, 8, 10), (1, 1, 1)),

@@ -69,11 +69,11 @@ def test_addresses_are_of_one_repository():
 
 
 def size(url: str) -> tuple[float, float]:
-    picture = ElementTree.parse(ROOT / url.partition("/main/")[2]).getroot()
-    return float(picture.attrib["width"]), float(picture.attrib["height"])
+    drawing = ElementTree.parse(ROOT / url.partition("/main/")[2]).getroot()
+    return float(drawing.attrib["width"]), float(drawing.attrib["height"])
 
 
-def test_pictures_have_the_sizes_of_the_registry():
+def test_images_have_the_sizes_of_the_registry():
     width, height = size(COMFY["Icon"])
     assert width == height <= 400
     width, height = size(COMFY["Banner"])

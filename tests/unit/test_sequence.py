@@ -95,7 +95,7 @@ def test_fresh_text_stays_behind(sp):
 
 
 def test_nested_latents_are_rows_of_one_sequence_and_back():
-    """Video padded to its patch and stereo sound, in the model's order; narrower rows end in zeros."""
+    """Video padded to its patch and stereo audio, in the model's order; narrower rows end in zeros."""
     grid = NestedGrid((TokenGrid((3, 2, 5, 4), (1, 2, 2)), TokenGrid((7, 2, 6), (1, 1, 1))), (1, 0))
     video, audio = torch.randn(2, 3, 2, 5, 4), torch.randn(2, 7, 2, 6)
     packed = torch.cat([video.flatten(1), audio.flatten(1)], dim=1)[:, None]

@@ -52,8 +52,8 @@ def test_a_video_is_what_diffusers_own_forward_returns(tmp_path, mask, glyphs, i
     cond = {"c_crossattn": features(checkpoint, "c_crossattn", 7)}
     cond |= {} if mask is None else {"attention_mask": mask}
     cond |= {"txt_byt5": features(checkpoint, "txt_byt5", glyphs)} if glyphs else {}
-    picture = features(checkpoint, "clip_fea", 5) * (image == "image")
-    cond |= {} if image == "none" else {"clip_fea": picture}
+    clip_features = features(checkpoint, "clip_fea", 5) * (image == "image")
+    cond |= {} if image == "none" else {"clip_fea": clip_features}
     found = ours(checkpoint, grid, latent, cond)
     byt5 = cond.get("txt_byt5", torch.zeros(2, 0, checkpoint.config["text_embed_2_dim"]))
     zeros = torch.zeros(2, checkpoint.config["in_channels"] - channels, *grid.shape[1:])
@@ -65,7 +65,7 @@ def test_a_video_is_what_diffusers_own_forward_returns(tmp_path, mask, glyphs, i
         HOLES if mask is HOLES else torch.ones_like(HOLES),
         encoder_hidden_states_2=byt5,
         encoder_attention_mask_2=all_tokens(byt5),
-        image_embeds=cond.get("clip_fea", picture[:, :0]),
+        image_embeds=cond.get("clip_fea", clip_features[:, :0]),
         return_dict=False,
     )
     check(found, grid.to_tokens(wanted), mask is not None or image == "zeros")

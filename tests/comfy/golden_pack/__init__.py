@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from .pictures import NODES, largest
+from .images import NODES, largest
 
 try:
     from comfy.nested_tensor import NestedTensor
@@ -156,8 +156,8 @@ class TestGoldenText(TestText):
         ]
 
 
-class TestPicturedText(TestGoldenText):
-    """As TestGoldenText with texts of several lengths, and with the places of pictures that Qwen-Image 2.1's
+class TestTextWithImages(TestGoldenText):
+    """As TestGoldenText with texts of several lengths, and with the places of images that Qwen-Image 2.1's
     encoder tells of a prompt."""
 
     def tokenize(self, text, images=(), keep_vision=False, **options):
@@ -183,13 +183,13 @@ class TestCheckpoint:
             "optional": TestVae.INPUT_TYPES()["optional"],
         }
 
-    def run(self, file, **picture):
-        return (None, *TestGoldenText().run(file), *TestVae().run(**picture))
+    def run(self, file, **vae):
+        return (None, *TestGoldenText().run(file), *TestVae().run(**vae))
 
 
 class TestVae:
     """In place of a VAE's loader: ``channels`` of ``scale`` x ``scale`` pixels' mean colour, and 4 frames to
-    one where the pictures are a video."""
+    one where the images are frames of a video."""
 
     RETURN_TYPES = ("VAE",)
     FUNCTION = "run"
@@ -306,7 +306,7 @@ NODE_CLASS_MAPPINGS = {
         TestGoldenError,
         TestText,
         TestGoldenText,
-        TestPicturedText,
+        TestTextWithImages,
         TestCheckpoint,
         TestVae,
         TestVision,

@@ -1,4 +1,4 @@
-"""TEST ONLY: pictures, a VAE and CLIP features without weights, ComfyUI's own model of a tiny checkpoint, and
+"""TEST ONLY: images, a VAE and CLIP features without weights, ComfyUI's own model of a tiny checkpoint, and
 the distance of two LATENTs."""
 
 import json
@@ -111,7 +111,7 @@ class TestVAE:
 
 
 class TestAudioVae:
-    """Sound (1, samples, channels) -> (1, ``channels``, 2, samples / 400), or in LTX's shape: (1,
+    """Audio (1, samples, channels) -> (1, ``channels``, 2, samples / 400), or in LTX's shape: (1,
     ``channels``, moments, frequencies)."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("VAE",), "run", "test"
@@ -131,8 +131,8 @@ class TestAudioVae:
     def num_of_latents_from_frames(self, frames, rate):
         return -(-25 * frames // int(rate))
 
-    def encode(self, sound):
-        return randn((1, self.latent_channels, 2, sound.shape[1] // 400), 6)
+    def encode(self, audio):
+        return randn((1, self.latent_channels, 2, audio.shape[1] // 400), 6)
 
     def decode(self, latent):
         """(B, samples, 2)."""
