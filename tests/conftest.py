@@ -81,7 +81,7 @@ def _runs(item) -> list:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """For checkpoints of a module's tests; not kept, since they are large."""
+    """For checkpoints of a module's tests; removed afterwards, since they are large."""
     folder = tmp_path_factory.mktemp("models")
     yield folder
     shutil.rmtree(folder)

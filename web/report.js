@@ -97,7 +97,7 @@ function store(key, text) {
   try {
     sessionStorage.setItem(key, text);
   } catch (error) {
-    console.warn("parallel-dit: a report is not kept for the next time that the page is loaded:", error);
+    console.warn("parallel-dit: a report is not stored for the next time that the page is loaded:", error);
   }
 }
 

@@ -63,7 +63,7 @@ def keep(kind: str, key: list, measured: dict):
 
 
 def write(kind: str, key: list, measured: dict):
-    """Write the file of ``kind`` and ``key``; what the disk does not take is kept until this process ends."""
+    """Write the file of ``kind`` and ``key``; what the disk does not take stays in memory."""
     path = _path(kind, key)
     written = json.dumps(measured)
     try:
@@ -71,7 +71,7 @@ def write(kind: str, key: list, measured: dict):
         _unwritten.pop(path, None)
     except OSError as error:
         if not _unwritten:
-            logging.warning("parallel-dit: measurements are kept until ComfyUI ends, since %s.", error)
+            logging.warning("parallel-dit: measurements are cached until ComfyUI ends, since %s.", error)
         _unwritten[path] = written
 
 
@@ -120,8 +120,10 @@ def _fallback(usual: Path | None) -> Path:
     """Make the folder that stands for ``usual``, and say so once."""
     folder = _private(Path(tempfile.gettempdir()))
     why = f"{usual} cannot be written, or is another user's" if usual else "this user has no home folder"
-    text = "parallel-dit: %s, so measurements and compiled blocks are kept in %s; XDG_CACHE_HOME sets another"
-    logging.warning(text + " place.", why, folder)
+    text = (
+        "parallel-dit: %s, so measurements and compiled blocks are in %s; XDG_CACHE_HOME sets another place."
+    )
+    logging.warning(text, why, folder)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What the planner has to know, measured by processes of our own and kept: rates, shapes, free memory."""
+"""What the planner has to know, measured by processes of our own and cached: rates, shapes, free memory."""
 
 import math
 import os

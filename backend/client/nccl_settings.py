@@ -1,5 +1,5 @@
 """NCCL's settings for machines on which its own choice of links fails. The probe tries the WAYS in order; the
-first that works is kept in a file, for ranks that start on two or more of these GPUs.
+first that works is cached in a file, for ranks that start on two or more of these GPUs.
 
 Two faults are known. GPUs whose driver promises peer access may hang or receive wrong bytes: with an IOMMU or
 PCIe ACS switched on, and under some drivers (NCCL's troubleshooting guide; vLLM tests it before it uses it).

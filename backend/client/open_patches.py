@@ -15,7 +15,7 @@ def with_patches(
     """Return ``config`` with the number of patches (ParallelConfig.patches) that fills its pipeline best, and
     a line that says it: as many as stages, which 0 is to ranks, where model or machine were not measured
     before. A number that is set, and one stage, stay without a line. Equal requests get equal numbers while
-    the measurements are kept: what is free at the moment, and what this process saw, do not count."""
+    the measurements are cached: what is free at the moment, and what this process saw, do not count."""
     if not patches.are_open(config):
         return config, ()
     question = known_question(config, model, request)

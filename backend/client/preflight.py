@@ -33,7 +33,7 @@ from .rank_environment import sanitized_environment
 #: How often the wait looks whether somebody wants to stop, in seconds.
 POLL_SECONDS = 0.1
 #: Questions that were answered well are not asked again: to import what answers them takes seconds, also in
-#: the first run after each start of ComfyUI. So many are kept.
+#: the first run after each start of ComfyUI. So many are cached.
 ACCEPTED = 200
 
 

@@ -64,11 +64,11 @@ class PrivateFolder:
         if self._lock is not None:
             # a fork may keep the open folder: all that its copy does is to keep systemd's cleaner out
             fork_guard.hold(self._lock)
-        self._kept = False
+        self._stays = False
 
     def keep(self):
         """Keep the folder for KEEP_SECONDS from now on: its log was named to somebody."""
-        self._kept = True
+        self._stays = True
         if self._lock is not None:
             # of a disk that can no longer be written what has failed is still to be told; ValueError: another
             # thread has closed the folder meanwhile
@@ -82,11 +82,11 @@ class PrivateFolder:
         return () if self._lock is None else (self._lock.fileno(),)
 
     def close(self):
-        """Remove the folder, or leave one that is kept to ``sweep``. More than once is fine; a fork of its
+        """Remove the folder, or leave a marked one to ``sweep``. More than once is fine; a fork of its
         process leaves it."""
         if os.getpid() != self._owner:
             return
-        if not self._kept:
+        if not self._stays:
             _remove(self.path)
         if self._lock is not None:
             self._lock.close()
@@ -151,7 +151,7 @@ def _held_open(folder: Path) -> int | None:
 
 def sweep(place: Path):
     """Remove the folders in ``place`` that launchers of this user have left. Others' folders, links, folders
-    without a lock and those that are kept stay."""
+    without a lock and those that ``keep`` has marked stay."""
     if fcntl is None:
         return
     try:

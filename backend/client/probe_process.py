@@ -37,7 +37,7 @@ MAX_SECONDS = 300.0
 #: Ranks that have imported everything reach each other in seconds; those that hang in NCCL never do. What is
 #: measured after that takes as long as it takes, with many GPUs and slow links more than this.
 ANSWER_SECONDS = 90.0
-#: Bytes at the end of what ranks printed that are kept of a failure.
+#: Bytes of a failure: the end of what ranks printed.
 LOG_BYTES = 8 << 10
 #: An agent needs this long at most to end ranks that hang.
 END_SECONDS = 8.0
@@ -93,8 +93,8 @@ def measured_rates(
 ) -> dict:
     """Return what the ranks of ``config`` measure (Machine.as_dict), each try in ``longest`` seconds at most.
     Where GPUs do not reach each other as NCCL chooses, the ways of nccl_settings are tried: the first that
-    works is kept for all ranks that start here, and "links" of the result says so. ``check`` and ``show`` as
-    in measurements.machine_rates. Raises UnmeasuredError."""
+    works is cached for all ranks that start here, and "links" of the result says so. ``check`` and ``show``
+    as in measurements.machine_rates. Raises UnmeasuredError."""
     ways = nccl_settings.to_try(os.environ) if device == "cuda" and config.world_size > 1 else [{}]
     failed = FAILED
     failed.clear()

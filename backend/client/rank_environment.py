@@ -98,7 +98,7 @@ def cores() -> int:
 
 
 def _compiler(threads: int) -> dict[str, str]:
-    """Return where compiled blocks are kept: in one folder for all ranks, private since code is loaded from
+    """Return where compiled blocks are cached: in one folder for all ranks, private since code is loaded from
     it; and what Triton compiles, in a home that cannot be written."""
     found = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder() / "inductor")}
     # headers of C++ that are compiled ahead go to a folder of temporary files, which anybody may have made

@@ -25,7 +25,7 @@ class PageLocked:
     reusable: int = 0
 
     def lock(self, size: int) -> Tensor:
-        """Return so many page-locked bytes, of those that are kept if they will do."""
+        """Return so many page-locked bytes, of the reusable ones if they will do."""
         piece = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self.used += size
         self.reusable -= min(size, self.reusable)
@@ -37,7 +37,7 @@ class PageLocked:
         self.reusable += size
 
     def give_back(self):
-        """Give the system what is kept."""
+        """Return the reusable bytes to the system."""
         if not torch.cuda.is_available():
             return
         if hasattr(torch.accelerator, "empty_host_cache"):

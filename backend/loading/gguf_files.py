@@ -103,9 +103,9 @@ class GGUFFile:
         blocks = stored.data.view(stored.shape[0], -1, stored.size)[first:last, lo:hi]
         self.bytes_read += blocks.numel()
         self._check_scales(key, blocks)
-        kept = range(left - lo * stored.block, right - lo * stored.block)
+        own = range(left - lo * stored.block, right - lo * stored.block)
         values = {"values": upload(blocks.flatten(1), device)}
-        return Packed(*stored.quantization, values, (hi - lo) * stored.block, (kept,))
+        return Packed(*stored.quantization, values, (hi - lo) * stored.block, (own,))
 
     def quantization(self, key: str) -> Quantization | None:
         stored = self._stored[key]
@@ -136,8 +136,8 @@ class GGUFFile:
         blocks = upload(blocks.reshape(-1, stored.size), device)
         if stored.kind in PLAIN:
             return blocks.view(PLAIN[stored.kind]).reshape(-1).to(dtype)
-        kept = (range(stored.block),)
-        packed = Packed(*stored.quantization, {"values": blocks}, stored.block, kept)
+        columns = (range(stored.block),)
+        packed = Packed(*stored.quantization, {"values": blocks}, stored.block, columns)
         return packed.dequantize(dtype).view(-1)
 
 

@@ -44,7 +44,7 @@ class LoKr(Adapter):
     def held_numbers(self, rows: Spans, columns: Spans) -> int:
         """Count the numbers of ``kronecker``, from the headers alone."""
         (outer, height), (blocks, width) = (cut.numbers for cut in self._cuts(rows, columns))
-        inner = self._kept_inner
+        inner = self._held_inner
         return outer * blocks + (inner * (height + width) if inner else height * width)
 
     def kronecker(
@@ -56,7 +56,7 @@ class LoKr(Adapter):
         w1 = self._factor("lokr_w1", device) if w1 is None else w1
         left = cut(w1, _spans(row_cut.blocks), _spans(column_cut.blocks))
         inner_rows, inner_columns = _spans(row_cut.inner), _spans(column_cut.inner)
-        if self._kept_inner:
+        if self._held_inner:
             up = self._read("lokr_w2_a", device, rows=inner_rows)
             right = up, self._read("lokr_w2_b", device, columns=inner_columns)
         else:
@@ -65,7 +65,7 @@ class LoKr(Adapter):
         return Kronecker(left.to(dtype), right, strength=1.0, rows=row_cut.runs, columns=column_cut.runs)
 
     @property
-    def _kept_inner(self) -> int:
+    def _held_inner(self) -> int:
         """The inner size of w2 where its two factors are held; 0 where w2 is."""
         if "lokr_w2" in self.keys:
             return 0

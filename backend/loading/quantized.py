@@ -161,5 +161,5 @@ class QuantizedFiles:
         covering = layer.covering(wanted)
         own_rows = range(*rows.indices(layer.shape[0]))
         tensors = LayerSlice(self.files, layer, own_rows, covering, device).read()
-        kept = range(wanted.start - covering.start, wanted.stop - covering.start)
-        return Packed(layer.format, layer.settings, tensors, len(covering), (kept,))
+        own = range(wanted.start - covering.start, wanted.stop - covering.start)
+        return Packed(layer.format, layer.settings, tensors, len(covering), (own,))

@@ -278,7 +278,8 @@ def _edge(pair: tuple[int, int], device: torch.device) -> dist.ProcessGroup | in
     """
     if device.type != "cuda":
         return dist.new_group(list(pair), backend="gloo", timeout=TIMEOUT)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a new one for each: it is kept
+    # a new one for each group, which holds it
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = TIMEOUT
     if hasattr(options, "config"):
         options.config.max_ctas = EDGE_CTAS

@@ -38,9 +38,9 @@ class StaticInputs:
         arguments = {}
         for name, value in call.items():
             leaves, structure = _pytree.tree_flatten(value)
-            kept = name in streams
-            placed = [leaf if kept else self._placed((index, name, i), leaf) for i, leaf in enumerate(leaves)]
-            arguments[name] = _pytree.tree_unflatten(placed, structure)
+            if name not in streams:
+                leaves = [self._placed((index, name, i), leaf) for i, leaf in enumerate(leaves)]
+            arguments[name] = _pytree.tree_unflatten(leaves, structure)
         return arguments
 
     def _placed(self, argument: tuple, value: Any) -> Any:

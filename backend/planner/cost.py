@@ -188,8 +188,8 @@ class Cost:
         if not made or self.request.drained:
             return 1.0
         moved = sum(block.dequantizing for block in self.shape.blocks)
-        kept = sum(block.unpacked for block in self.shape.blocks)
-        if not self.machine.on_host and not pays(self._passes, moved=moved, kept=kept):
+        cached = sum(block.unpacked for block in self.shape.blocks)
+        if not self.machine.on_host and not pays(self._passes, moved=moved, cached=cached):
             return 1.0
         stay = min(1.0, self.spare * self.plan.tensor_parallel_degree / made)
         return 1 - stay + stay / self._passes

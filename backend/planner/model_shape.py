@@ -119,7 +119,7 @@ class ModelShape:
     weights stay as the file stores them, with LoRAs next to them. sharding_needs: what the ranks' torch lacks
     to shard these weights, or empty. rings: whether ranks have ring attention. compiles: whether ranks
     on GPUs can compile blocks. head_groups: of heads that tensor parallelism leaves together, where keys and
-    values have fewer than queries. static_text: keys and values of the text are kept through a request.
+    values have fewer than queries. static_text: keys and values of the text are cached for a request.
     kv_heads: of keys and values; 0 for as many as queries have. padded_prompt: tokens to which a shorter
     prompt is padded before cross-attention. image_features: tokens of an image that cross-attention usually
     reads next to the prompt. shared_embeddings: of an evaluation, from which modulation of all samples and

@@ -12,7 +12,7 @@ COUNT = struct.Struct("=Q")
 DEVICE_BYTES = struct.Struct("=Q")
 #: A StepTime.
 RECORD = struct.Struct("=2Q3dQ")
-#: Records of a rank that are kept.
+#: The latest records of a rank: so many.
 RECORDS = 64
 
 

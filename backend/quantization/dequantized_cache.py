@@ -32,10 +32,10 @@ def stop_caching_dequantized():
     _have_run_out = True
 
 
-def pays(calls: int, moved: float, kept: float) -> bool:
-    """Return whether so many calls of the model pay for memory of ``kept`` bytes that goes back after them.
-    ``moved``: bytes that are read and written to dequantize what is kept once."""
-    return (calls - 1) * moved >= MAPPING * kept
+def pays(calls: int, moved: float, cached: float) -> bool:
+    """Return whether so many calls of the model pay for memory of ``cached`` bytes that goes back after them.
+    ``moved``: bytes that are read and written to dequantize them once."""
+    return (calls - 1) * moved >= MAPPING * cached
 
 
 def rank_variables() -> dict[str, str]:

@@ -42,7 +42,7 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
         spare = prepared.spare if calls > 1 else 0
         repeated = model.dequantized_every_step if spare else []
         if mesh.device.type == "cuda":  # whose memory goes back after the request
-            repeated = [w for w in repeated if pays(calls, moved=w.effort.moved, kept=w.dtype.itemsize)]
+            repeated = [w for w in repeated if pays(calls, moved=w.effort.moved, cached=w.dtype.itemsize)]
         with dequantized_once(repeated, spare) as model.dequantized_bytes:
             tokens = denoiser.run()
         tokens = _all_replicas(mesh, tokens, request)

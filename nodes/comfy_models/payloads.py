@@ -171,10 +171,10 @@ def qwen_image21(arguments: dict) -> dict:
 def hunyuan_video15(arguments: dict) -> dict:
     """Return the arguments without super resolution's ``disable_time_r`` of False: the ranks tell every model
     that reads it where a step ends. True, which no node of ComfyUI's sets, stays and is refused."""
-    kept = dict(arguments)
-    if kept.get("disable_time_r") is False:
-        del kept["disable_time_r"]
-    return kept
+    sent = dict(arguments)
+    if sent.get("disable_time_r") is False:
+        del sent["disable_time_r"]
+    return sent
 
 
 def wan_vace(arguments: dict) -> dict:

@@ -66,7 +66,7 @@ def load(
 
 
 def _track(handle: ParallelDiT) -> ParallelDiT:
-    """Return a handle, from now on one that weights are kept for."""
+    """Return a handle, from now on one for which weights stay loaded."""
     _handles.add(handle)
     weakref.finalize(handle, _free_orphans).atexit = False
     return handle

@@ -64,7 +64,7 @@ def test_stop_interrupts_what_runs_on_the_ranks_alone(is_busy, monkeypatch):
 
 
 def test_times_that_cannot_be_written_cost_no_latent(tmp_path, monkeypatch):
-    """A run has ended when its time is kept: a full disk, or a folder of somebody else's."""
+    """A run has ended when its time is stored: a full disk, or a folder of somebody else's."""
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(one_rank, "path", lambda: tmp_path / "file" / "one_rank.json")
     one_rank.note_seconds("request", 1.0)

@@ -267,13 +267,13 @@ def both(case: str, path) -> tuple:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """models(case) -> (ComfyUI's MODEL, a PARALLEL_DIT whose rank is this process, prompts); the last."""
-    kept = {}
+    cached = {}
 
     def made(case):
-        if case not in kept:
-            kept.clear()
-            kept[case] = both(case, tmp_path_factory.mktemp("model") / "model.safetensors")
-        return kept[case]
+        if case not in cached:
+            cached.clear()
+            cached[case] = both(case, tmp_path_factory.mktemp("model") / "model.safetensors")
+        return cached[case]
 
     return made
 

@@ -32,7 +32,7 @@ def test_status_tells_each_ranks_steps(ran):
     assert ran["doing"] == ""
 
 
-def test_the_last_error_is_kept(comfy, ran):
+def test_the_last_error_stays(comfy, ran):
     """As the node says it, here one that only the ranks can find."""
     run = comfy.run(graph(change="nan"))
     found = comfy.get("/parallel_dit/status")["last_error"]

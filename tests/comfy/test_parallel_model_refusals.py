@@ -143,7 +143,7 @@ def test_a_noise_mask_finer_than_a_patch_is_refused_on_the_ranks_alone(pairs, fa
     assert pair.error(ksampler(pair, steps=1, noise_mask=fine)) <= 1e-4
 
 
-def test_where_keys_are_kept_is_the_ranks_own_matter(flux, caplog):
+def test_where_keys_are_stored_is_the_ranks_own_matter(flux, caplog):
     """Qwen Image 2.1 Cache, which by itself changes no number."""
     assert (
         flux.error(

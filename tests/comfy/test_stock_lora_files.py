@@ -25,7 +25,7 @@ with comfy_modules():
     import comfy.weight_adapter
 
 
-def test_the_newest_files_are_kept(tmp_path, monkeypatch):
+def test_the_newest_files_stay(tmp_path, monkeypatch):
     """Temporary files may lie in memory: a day of other LoRAs would fill it."""
     monkeypatch.setattr(stock_loras, "folder", lambda: str(tmp_path))
     monkeypatch.setattr(stock_loras, "MAX_BYTES", 5_000)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from ranks.flux_cases import KEPT
+from ranks.flux_cases import MODULATION_AHEAD
 
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import Checkpoint
@@ -24,6 +24,6 @@ def described(
             Counter({name: steps * size for name, size in plan.bytes_per_step.items() if name != "weights"})
             + Counter(once)
         )
-        | {KEPT: plan.modulation_bytes}
+        | {MODULATION_AHEAD: plan.modulation_bytes}
         for plan in plans
     ]

@@ -37,7 +37,7 @@ STALE_SOLVERS = "stale, every solver"
 #: Cases of 60 image tokens, of which bytes are counted, and variants that describe() does not speak of.
 COUNTED, UNDESCRIBED = {"size20x12", EVEN_BATCH}, {"all warm-up"}
 #: What is no traffic, among the bytes that are counted.
-KEPT = "modulation ahead"
+MODULATION_AHEAD = "modulation ahead"
 #: Samples of the model calls: fewer than there are groups of ranks, as many, and a number that they do not
 #: share evenly.
 CALLS = {f"call of {count} samples": count for count in (1, 2, 5)}

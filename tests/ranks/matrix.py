@@ -19,7 +19,7 @@ from families import golden, model_call
 from ranks import flux_cases
 from ranks.compiled import compare
 from ranks.described import described
-from ranks.flux_cases import CALL, CALLS, CHUNKS, COUNTED, FP8, KEPT, UNDESCRIBED, Run, runs
+from ranks.flux_cases import CALL, CALLS, CHUNKS, COUNTED, FP8, MODULATION_AHEAD, UNDESCRIBED, Run, runs
 from ranks.flux_requests import FEW, LORA, Case, request_of
 from ranks.share_cases import write_wide
 from ranks.wire_cases import merged, rounding
@@ -141,10 +141,10 @@ def arranged(engine: Engine | None, config: ParallelConfig, checkpoint: str) -> 
         old = engine.mesh
         engine.rearrange(config, groups)
         mesh.close(old)
-    kept = "tiny" in engine.models
-    if not kept:
+    is_reused = "tiny" in engine.models
+    if not is_reused:
         engine.load("tiny", checkpoint, "default")
-    return engine, kept
+    return engine, is_reused
 
 
 def of_request(engine: Engine, each: Run, reference) -> dict | None:
@@ -152,7 +152,7 @@ def of_request(engine: Engine, each: Run, reference) -> dict | None:
     samples, stats = run(engine, each.varied, each.case)
     sent = described_ = None
     if each.case.name in COUNTED and each.variant not in UNDESCRIBED:
-        sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
+        sent = of_all_ranks(stats["bytes_sent"] | {MODULATION_AHEAD: engine.models["tiny"].cache.most_bytes})
     if reference is None:
         return None
     if sent is not None:
@@ -205,7 +205,7 @@ def together(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
         row = of_loras(engine, each, path, reference)
         if row:
             bytes_read = engine.models["tiny"].report.bytes_read
-            found.append(row | {"id": each.id, "bytes_read": bytes_read, "kept": False})
+            found.append(row | {"id": each.id, "bytes_read": bytes_read, "is_reused": False})
         mesh.close(engine.mesh)
     return found
 
@@ -220,7 +220,7 @@ def with_compiled(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
         samples, _ = run(engine, each.varied, each.case)
         traces = rank == 0 or engine.mesh.pp.size > 1
         compiled = compare(engine, asked(each.varied, each.case), samples, traces)
-        found += [{"id": each.id, "kept": False, "compiled": compiled}] if rank == 0 else []
+        found += [{"id": each.id, "is_reused": False, "compiled": compiled}] if rank == 0 else []
         mesh.close(engine.mesh)
     return found
 
@@ -235,7 +235,7 @@ def with_shares(chosen: list[Run], path: str, rank: int) -> list[dict]:
             of = of_call if each.variant == CALL else of_request
             row = of(engine, each, reference)
             if row:
-                found.append(row | {"id": each.id, "kept": False})
+                found.append(row | {"id": each.id, "is_reused": False})
         mesh.close(engine.mesh)
     return found
 
@@ -260,7 +260,9 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
         engine = in_float64(config, mesh.build(config, "cpu"), of_model)
         for each in group:
             samples, stats = run(engine, each.varied, each.case)
-            sent = of_all_ranks(stats["bytes_sent"] | {KEPT: engine.models["tiny"].cache.most_bytes})
+            sent = of_all_ranks(
+                stats["bytes_sent"] | {MODULATION_AHEAD: engine.models["tiny"].cache.most_bytes}
+            )
             compiled = None
             if flux_cases.is_compiled(each):
                 traces = rank == (each.config.ring_degree > 1 or bool(each.config.shares))
@@ -281,7 +283,7 @@ def with_float8(chosen: list[Run], checkpoint: str, rank: int) -> list[dict]:
             found.append(
                 {
                     "id": each.id,
-                    "kept": False,
+                    "is_reused": False,
                     "relative": relative(samples, full),
                     "simulated": relative(samples, rounded),
                     "compiled": compiled,
@@ -308,7 +310,7 @@ def main(checkpoint: str, selected: list[str], out: str):
     plain = (each for each in chosen if each.variant != FP8 and not each.config.shares)
     found, engine = [], None
     for config, group in itertools.groupby(plain, attrgetter("config")):
-        engine, kept = arranged(engine if world > 2 else None, config, checkpoint)
+        engine, is_reused = arranged(engine if world > 2 else None, config, checkpoint)
         for each in group:
             if each.variant == CALL:
                 row = of_call(engine, each, reference)
@@ -320,7 +322,7 @@ def main(checkpoint: str, selected: list[str], out: str):
                 row = of_request(engine, each, reference)
             if row:
                 bytes_read = engine.models["tiny"].report.bytes_read
-                found.append(row | {"id": each.id, "bytes_read": bytes_read, "kept": kept})
+                found.append(row | {"id": each.id, "bytes_read": bytes_read, "is_reused": is_reused})
         if world == 2:
             mesh.close(engine.mesh)  # its groups' threads would pile up
     if on_fp8:

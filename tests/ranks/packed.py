@@ -164,9 +164,9 @@ def reference(single: Engine, where: Path, format: str) -> tuple[list[torch.Tens
         save_file(latents | {name: torch.tensor(size) for name, size in held(single).items()}, path)
         single.unload("tiny")
 
-    kept = load_file(made_once(where / f"{format}.reference", compute))
-    latents = [kept.pop(name) for name in sorted(kept) if name.startswith("latent")]
-    return latents, {name: int(size) for name, size in kept.items()}
+    reference = load_file(made_once(where / f"{format}.reference", compute))
+    latents = [reference.pop(name) for name in sorted(reference) if name.startswith("latent")]
+    return latents, {name: int(size) for name, size in reference.items()}
 
 
 def measured(run: Run, latents: list[torch.Tensor], everyone: list, single: Engine, where: Path) -> dict:

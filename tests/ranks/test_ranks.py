@@ -31,7 +31,7 @@ from tiny import facts, save_whole, weights_module
 
 #: World size -> configurations into which ranks change without reading weights, of those that matrix.py
 #: changes into one after the other.
-KEPT = {2: 0, 3: 2, 4: 13, 8: 5}
+WITHOUT_READING = {2: 0, 3: 2, 4: 13, 8: 5}
 #: Largest relative drift on random weights in 6 steps, where nothing is smooth (trained ones: docs/drift.md).
 #: Extrapolation follows a line through keys that random weights do not keep to, over more patches: 0.21 was
 #: seen at 5 patches, where reuse stays below 0.06.
@@ -155,8 +155,8 @@ def check_bytes_sent(row: dict):
 def check_bytes_read(run: Run, row: dict):
     """Ranks that keep their weights read nothing. A stage reads its own blocks, its share of the modulation
     and the shared layers; a tensor-parallel rank its pieces."""
-    assert (row["bytes_read"] == 0) == row["kept"]
-    if not row["kept"]:
+    assert (row["bytes_read"] == 0) == row["is_reused"]
+    if not row["is_reused"]:
         weights = 4 * sum(map(math.prod, shapes().values()))
         assert row["bytes_read"] / weights <= part_of_weights(run.config)
 
@@ -170,15 +170,17 @@ def part_of_weights(config) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "runs", [[r for r in RUNS if r.ranks == ranks] for ranks in KEPT], ids=[f"{n} ranks" for n in KEPT]
+    "runs",
+    [[r for r in RUNS if r.ranks == ranks] for ranks in WITHOUT_READING],
+    ids=[f"{n} ranks" for n in WITHOUT_READING],
 )
 def test_degrees_that_leave_the_weights_where_they_are_read_nothing(runs, rank_programs):
     """Other process groups around the same weights (and as exact as anything: above)."""
     found = rank_programs[__name__, runs[0].ranks].result()
-    assert len({run.label for run in runs if found[run.id]["kept"]}) == KEPT[runs[0].ranks]
+    assert len({run.label for run in runs if found[run.id]["is_reused"]}) == WITHOUT_READING[runs[0].ranks]
 
 
-@pytest.mark.parametrize("ranks", KEPT)
+@pytest.mark.parametrize("ranks", WITHOUT_READING)
 def test_every_kind_of_run_is_there(ranks):
     """Runs whose last prediction is compared, stale ones, and those whose bytes are counted; and in the fast
     tier something exact and something stale."""

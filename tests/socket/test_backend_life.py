@@ -51,7 +51,7 @@ def orphans():
     os.kill(found.pids[1], signal.SIGSTOP)
     found.kill_parent()
     private_folder.sweep(found.folder.parent)
-    found.kept = found.folder.exists() and alive(found.pids[2])
+    found.stayed = found.folder.exists() and alive(found.pids[2])
     return found
 
 
@@ -346,5 +346,5 @@ def test_no_process_outlives_a_killed_parent():
 def test_a_stopped_rank_does_not_outlive_a_killed_parent(orphans):
     """It does not see the parent's end, and torchrun kills it. So long another launcher's start leaves the
     folder through which they meet."""
-    assert orphans.kept
+    assert orphans.stayed
     orphans.check_all_end()

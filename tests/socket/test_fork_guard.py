@@ -37,14 +37,14 @@ def test_a_fork_that_lives_on_does_not_keep_ranks_alive():
 def test_a_fork_does_not_keep_a_client_connected(server):
     """Rank 0 sees its client go, also where that has only hung up: a request that nobody waits for stops."""
     token = handshakes.TOKEN
-    kept, closed = (BackendClient(f"unix:{server.path}", token) for _ in range(2))
+    killed, closed = (BackendClient(f"unix:{server.path}", token) for _ in range(2))
     go, pid = os.pipe(), os.fork()
     if not pid:
         os.read(go[0], 1)  # until the test is over
         os._exit(0)
     try:
         closed.close()
-        kept._socket.close()  # as where its process is killed
+        killed._socket.close()  # as where its process is killed
         deadline = time.monotonic() + 60
         while server.members and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -36,6 +36,6 @@ def _cropped(name: str, value: torch.Tensor, size: torch.Size, frames: int, side
         value = value.narrow(-3, 0, frames)
     for dim in (-2, -1):
         if value.shape[dim] > 1:
-            kept = min(side, size[dim])
-            value = value.narrow(dim, (size[dim] - kept) // 2 * pixels, kept * pixels)
+            cropped = min(side, size[dim])
+            value = value.narrow(dim, (size[dim] - cropped) // 2 * pixels, cropped * pixels)
     return value.contiguous()

@@ -35,7 +35,7 @@ LEFT_OUT = {
     "unit/test_compiled_first_frame.py::test_blocks_of_a_given_first_frame_are_compiled": "traces blocks",
     "unit/test_compiled_blocks.py::test_quantized_layers_are_one_node_of_a_graph": "traces blocks",
     "unit/test_compiled_blocks.py::test_staged_blocks_are_told_apart_from_compiled_ones": "traces blocks",
-    "unit/test_variants.py::test_modulation_of_a_mask_is_kept_once_a_level": "three requests of a video",
+    "unit/test_variants.py::test_modulation_of_a_mask_is_cached_once_a_level": "three requests of a video",
     "unit/test_device_memory.py::test_the_heap_of_a_cpu_rank_shrinks_when_a_model_leaves": "starts a process",
     "unit/test_preflight.py::test_a_process_that_could_not_be_started_is_started_again": "starts a process",
     "unit/test_doctor_processes.py": "starts processes that import everything",
@@ -174,9 +174,9 @@ def choose(items: list):
             item.add_marker(pytest.mark.full)
     for name, count in SOME.items():
         group = numbers.get(name, [])
-        kept = {round(i * (len(group) - 1) / max(1, count - 1)) for i in range(count)}
+        chosen = {round(i * (len(group) - 1) / max(1, count - 1)) for i in range(count)}
         for i, item in enumerate(group):
-            if i not in kept:
+            if i not in chosen:
                 item.add_marker(pytest.mark.full)
 
 

@@ -60,7 +60,7 @@ def state(name: str) -> dict[str, torch.Tensor]:
 def write_golden(name: str, sample: Sample, samples: torch.Tensor):
     """Write what a real ComfyUI returned for a variant, in the model's units, and the request of the
     same inputs. What both prompts hold is stored once."""
-    kept = {"samples": samples}
+    tensors = {"samples": samples}
     same = []
     for key, value in sample.tensors.items():
         branch, _, argument = key.partition(".")
@@ -68,10 +68,12 @@ def write_golden(name: str, sample: Sample, samples: torch.Tensor):
         if branch == "negative" and positive is not None and torch.equal(positive, value):
             same.append(argument)
         else:
-            kept[key] = value.clone().contiguous()
+            tensors[key] = value.clone().contiguous()
     header = {key: value for key, value in vars(sample).items() if key != "tensors"}
     GOLDENS.mkdir(exist_ok=True)
-    save_file(kept, GOLDENS / f"{name}.safetensors", {"sample": json.dumps(header), "same": json.dumps(same)})
+    save_file(
+        tensors, GOLDENS / f"{name}.safetensors", {"sample": json.dumps(header), "same": json.dumps(same)}
+    )
 
 
 def golden_variant(name: str) -> tuple[Sample, torch.Tensor]:

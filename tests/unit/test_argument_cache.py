@@ -73,8 +73,8 @@ def test_several_prompts_take_turns_and_the_oldest_are_forgotten():
     assert sum(map(len, ranks.clients.values())) == MAX_VALUES
 
 
-@pytest.mark.parametrize("fit, kept", [(2, 2), (0, 1)])
-def test_large_arguments_do_not_pile_up(monkeypatch, fit, kept):
+@pytest.mark.parametrize("fit, cached", [(2, 2), (0, 1)])
+def test_large_arguments_do_not_pile_up(monkeypatch, fit, cached):
     """Control images of a video, one for each part of it; the newest stays, for the next step."""
     monkeypatch.setattr(argument_cache, "MAX_BYTES", fit * 4 * SIZE + 1)
     client, ranks = ArgumentCache(), Ranks(torch.device("cpu"))
@@ -82,7 +82,7 @@ def test_large_arguments_do_not_pile_up(monkeypatch, fit, kept):
     for image in [*images, images[-1]]:
         wire, _ = arrives(client, ranks, image)
     assert not wire.tensors
-    assert sum(map(len, ranks.clients.values())) == kept
+    assert sum(map(len, ranks.clients.values())) == cached
 
 
 def test_ranks_keep_copies_and_a_few_clients_only():
@@ -94,7 +94,7 @@ def test_ranks_keep_copies_and_a_few_clients_only():
     clients[0].reset()
     arrives(clients[0], ranks, call(**{"cond.c_crossattn": value}))
     value[0] = 1.0
-    assert not any(kept.any() for client in ranks.clients.values() for kept in client.values())
+    assert not any(value.any() for client in ranks.clients.values() for value in client.values())
 
 
 @pytest.mark.parametrize("is_leader", [True, False])

@@ -1,4 +1,4 @@
-"""Where measurements and compiled blocks are kept for users whose home cannot be written."""
+"""Where measurements and compiled blocks are cached for users whose home cannot be written."""
 
 import logging
 import os

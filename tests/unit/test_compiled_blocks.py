@@ -260,7 +260,7 @@ def test_addresses_of_a_steady_micro_step_stay(stale_kv, tmp_path, monkeypatch):
     engine = loaded(tmp_path, patches=2)
     stage = engine.models["tiny"].stage
     assert stage is not None and not static_addresses.ENABLED
-    inputs, kept = defaultdict(list), defaultdict(list)
+    inputs, buffers = defaultdict(list), defaultdict(list)
     names = {stage.family.blocks.image, stage.family.blocks.text}
 
     def given(index: int, block, args, kwargs):
@@ -276,7 +276,7 @@ def test_addresses_of_a_steady_micro_step_stay(stale_kv, tmp_path, monkeypatch):
 
     def refreshed(self, where, kv, positions, total, context):
         found = refresh(self, where, kv, positions, total, context)
-        kept[where].append(found[0].data_ptr())
+        buffers[where].append(found[0].data_ptr())
         return found
 
     monkeypatch.setattr(KVBuffers, "refresh", refreshed)
@@ -285,9 +285,9 @@ def test_addresses_of_a_steady_micro_step_stay(stale_kv, tmp_path, monkeypatch):
     sample = steps(golden_request("euler_simple")[0], 5, num_pipeline_patch=2, stale_kv=stale_kv)
     samples, _ = engine.sample(sample, Callbacks())
     static = dict(inputs)
-    cached = dict(kept)
+    cached = dict(buffers)
     monkeypatch.setattr("backend.parallel.pipeline_stage.ENABLED", False)
-    inputs, kept = defaultdict(list), defaultdict(list)
+    inputs, buffers = defaultdict(list), defaultdict(list)
     plain, _ = engine.sample(sample, Callbacks())
     assert samples.equal(plain)
     assert static and all(len(found) == 4 and len(set(found)) == 1 for found in static.values())

@@ -173,8 +173,8 @@ def test_of_one_step_they_stay_where_the_model_is_called_again(engine, made, sol
 def test_on_gpus_they_stay_where_the_calls_pay_for_it(engine, monkeypatch):
     """There memory goes back after each request, and is mapped anew. Patches are calls, too."""
     efforts = {weight.effort.moved for weight in weights(engine)}
-    assert [pays(PASSES, moved, kept=4) for moved in sorted(efforts)] == [False, True]  # of float32
-    assert not pays(2, max(efforts), kept=4)
+    assert [pays(PASSES, moved, cached=4) for moved in sorted(efforts)] == [False, True]  # of float32
+    assert not pays(2, max(efforts), cached=4)
     few = run(engine, ALL, steps=1, device="cuda")[1]
     assert (few["model_calls"], few["dequantized_once"]) == (2, 0)
     wanted, every = run(engine, ALL)
@@ -182,7 +182,7 @@ def test_on_gpus_they_stay_where_the_calls_pay_for_it(engine, monkeypatch):
     assert some["model_calls"] == PASSES and found.equal(wanted)
     assert 0 < some["dequantized_once"] < every["dequantized_once"]
     counted = set()
-    monkeypatch.setattr(runs, "pays", lambda calls, moved, kept: counted.add(calls))
+    monkeypatch.setattr(runs, "pays", lambda calls, moved, cached: counted.add(calls))
     assert run(engine, ALL, device="cuda")[1]["dequantized_once"] == 0 and counted == {PASSES}
 
 

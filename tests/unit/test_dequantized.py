@@ -77,7 +77,7 @@ FILES["int8 in rows"] = (FORMATS["int8_tensorwise"], {})
 
 
 def packed(kind: str, **more) -> Packed:
-    columns = (COLUMNS, more.pop("kept", (range(COLUMNS),)))
+    columns = (COLUMNS, more.pop("own", (range(COLUMNS),)))
     return Packed(*FILES[kind], {**stored(kind), **more}, *columns)
 
 
@@ -107,10 +107,10 @@ def wanted(kind: str, dtype: torch.dtype) -> torch.Tensor:
 def test_bits_do_not_depend_on_the_passes(kind, dtype):
     """Whole, of some columns, and smoothed; into memory that is given or not."""
     want, smoothing = wanted(kind, dtype), torch.linspace(0.5, 2, COLUMNS)
-    for kept, pieces in (((range(COLUMNS),), want), (RUNS, columns_of(want, RUNS))):
-        own = columns_of(smoothing, kept).to(dtype)
-        for more, expected in (({}, pieces), ({"smoothing": smoothing}, pieces * own)):
-            piece = packed(kind, kept=kept, **more)
+    for own, pieces in (((range(COLUMNS),), want), (RUNS, columns_of(want, RUNS))):
+        factors = columns_of(smoothing, own).to(dtype)
+        for more, expected in (({}, pieces), ({"smoothing": smoothing}, pieces * factors)):
+            piece = packed(kind, own=own, **more)
             assert piece.dequantize(dtype).equal(expected)
             assert piece.dequantize(dtype, torch.empty(piece.shape, dtype=dtype)).equal(expected)
 
@@ -123,9 +123,9 @@ def test_one_scale_multiplies_products_instead_of_weights(dtype, bias):
     Also of some columns, and no less precise."""
     x, added = number(2, 9, COLUMNS).to(dtype), number(64).to(dtype) if bias else None
     few = {**stored("float8_e4m3fn"), "values": stored("float8_e4m3fn")["values"][:64]}
-    for kept in ((range(COLUMNS),), RUNS):
-        piece = replace(packed("float8_e4m3fn", kept=kept), tensors=few)
-        weight, inputs = PackedWeight(piece, dtype), columns_of(x, kept)
+    for own in ((range(COLUMNS),), RUNS):
+        piece = replace(packed("float8_e4m3fn", own=own), tensors=few)
+        weight, inputs = PackedWeight(piece, dtype), columns_of(x, own)
         wide = None if added is None else added.double()
         exact = F.linear(inputs.double(), piece.dequantize(torch.float64), wide)
         error = (weight.linear(inputs, added) - exact).norm() / exact.norm()
@@ -178,8 +178,8 @@ def test_int8_under_one_scale_is_read_as_it_is(kind, moved_bytes, bias):
 def test_columns_that_follow_each_other_are_one_run():
     """Else layers whose inputs are cut in several spans would make their weights twice."""
     halves = [
-        replace(packed("float8_e4m3fn", kept=(kept,)), columns=len(kept))
-        for kept in (range(COLUMNS // 2), range(COLUMNS // 2))
+        replace(packed("float8_e4m3fn", own=(own,)), columns=len(own))
+        for own in (range(COLUMNS // 2), range(COLUMNS // 2))
     ]
     first, second = (
         replace(half, tensors={**half.tensors, "values": half.tensors["values"][:, at : at + COLUMNS // 2]})

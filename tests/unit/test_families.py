@@ -78,14 +78,14 @@ def test_a_preview_stays_as_it_was(tmp_path):
     step, while it waits to be sent."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / "ltxv.safetensors", "ltxv")), "default")
-    kept, copies = [], []
+    previews, copies = [], []
 
     def on_step(step, make_x0):
-        kept.append(make_x0().arrived())
-        copies.append(kept[-1].clone())
+        previews.append(make_x0().arrived())
+        copies.append(previews[-1].clone())
 
     engine.sample(golden(next(case for case in CASES if case.startswith("ltxv")))[0], Callbacks(on_step))
-    assert len(kept) > 1 and all(x0.equal(copy) for x0, copy in zip(kept, copies))
+    assert len(previews) > 1 and all(x0.equal(copy) for x0, copy in zip(previews, copies))
 
 
 @pytest.fixture(scope="module")
@@ -267,20 +267,20 @@ def test_a_page_has_its_table_of_families(page, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family, kept",
+    "family, names",
     [
         ("flux3", ("single_transformer_blocks.0.attn.norm_q",)),
         ("minimax-h3", ("time_embedder.linear_1", "proj_in", "audio_proj_out")),
         ("minimax-h3-curves", ("transformer_blocks.0.adaln_proj.linear", "norm_out.linear")),
     ],
 )
-def test_parts_stay_in_float32(family, kept, tmp_path):
+def test_parts_stay_in_float32(family, names, tmp_path):
     """Released files have them so; a bf16 timestep of MiniMax-H3, which counts from 0 to 1 unscaled, would
     hardly tell steps apart. test_half_precision.py has their latents."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "bf16")
     transformer = engine.models["tiny"].transformer
-    assert all(transformer.get_parameter(f"{name}.weight").dtype == torch.float32 for name in kept)
+    assert all(transformer.get_parameter(f"{name}.weight").dtype == torch.float32 for name in names)
     assert sum(parameter.dtype == torch.bfloat16 for parameter in transformer.parameters()) > 20
 
 

@@ -227,7 +227,7 @@ class Headed(Chain):
 
 @pytest.mark.parametrize("resets", [True, False], ids=["torch resets", "an earlier torch"])
 def test_weights_are_shards_again_after_a_forward_that_was_left(resets, monkeypatch):
-    """Whatever is assigned then, as a LoRA's sum, is what the next forward gathers; and nothing is kept of
+    """Whatever is assigned then, as a LoRA's sum, is what the next forward gathers; and nothing is left of
     forwards for a backward."""
     if not resets:
         for name in ("reset_iter_state", "set_reshard_after_forward"):  # which torch 2.6 lacks

@@ -79,7 +79,7 @@ def test_gguf(folder, state, kinds):
             assert checkpoint.files.read(key, rows, dtype=torch.float32).equal(found[rows])
             cut = checkpoint.files.read(key, rows, columns, torch.float32)
             assert cut.equal(found[rows, columns])
-            assert cut.untyped_storage().nbytes() == cut.nbytes  # the other columns are not kept with it
+            assert cut.untyped_storage().nbytes() == cut.nbytes  # it does not hold the other columns
 
 
 def test_gguf_in_another_shape(folder, state):

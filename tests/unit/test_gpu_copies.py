@@ -227,7 +227,7 @@ def test_pairs_are_in_an_order_in_which_every_gpu_comes_soon():
     assert gpu_copies.in_order([2, 5], with_host=False) == [(2, 5), (5, 2)]
 
 
-def test_the_time_limit_is_kept_and_what_is_left_is_named(run):
+def test_the_time_limit_holds_and_what_is_left_is_named(run):
     slow = {way: 1e5 for way in all_ways([0, 1, 2]) if HOST not in way}
     gpus = Gpus(rates=slow)
     rows = run(gpus, [0, 1, 2], seconds=2.0)

@@ -56,6 +56,8 @@ def test_positions_hand_the_weights_on(kind):
     further = weighed if not sides else weighed[..., None].expand(-1, -1, -1, 2)
     module.__class__, module.heads = cls, HEADS
     assert len(module(*arguments, places)) == 2
-    found, kept = guide_weights.divided(module(*arguments, torch.cat([places, further], dim=1)), HEADS)
+    found, weights = guide_weights.divided(module(*arguments, torch.cat([places, further], dim=1)), HEADS)
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
-    assert kept is not None and torch.equal(kept, weighed.transpose(1, 2)[:, None].expand(-1, HEADS, -1, -1))
+    assert weights is not None and torch.equal(
+        weights, weighed.transpose(1, 2)[:, None].expand(-1, HEADS, -1, -1)
+    )

@@ -1,4 +1,4 @@
-"""Host memory for weights that wait: in few pieces, page locked where that can be, kept for the next time."""
+"""Host memory for weights that wait: in few pieces, page locked where that can be, reused the next time."""
 
 from types import SimpleNamespace
 
@@ -70,8 +70,8 @@ def page_locked(monkeypatch):
     return accounts
 
 
-@pytest.mark.parametrize("free, kept", [(GB, 1 << 12), (1 << 11, 0)], ids=["room", "no room"])
-def test_page_locked_memory_is_kept_for_the_next_time(page_locked, monkeypatch, free, kept):
+@pytest.mark.parametrize("free, reusable", [(GB, 1 << 12), (1 << 11, 0)], ids=["room", "no room"])
+def test_page_locked_memory_is_reused_the_next_time(page_locked, monkeypatch, free, reusable):
     """Weights that leave at every run would have it locked anew each time, which takes longer than to copy
     them. Where half of what the host has is less, it goes back."""
     monkeypatch.setattr(parking, "host_free", lambda swap: free)
@@ -81,7 +81,7 @@ def test_page_locked_memory_is_kept_for_the_next_time(page_locked, monkeypatch, 
     weights._apply(host_memory.HostMemory(pinned=True).moved)
     assert (page_locked.used, page_locked.reusable) == (1 << 12, 0)
     parking.to_device([weights], torch.device("meta"))
-    assert (page_locked.used, page_locked.reusable, len(given_back)) == (0, kept, not kept)
+    assert (page_locked.used, page_locked.reusable, len(given_back)) == (0, reusable, not reusable)
     again = page_locked.lock(1 << 12)
     assert (page_locked.used, page_locked.reusable) == (again.nbytes, 0)
 

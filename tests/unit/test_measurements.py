@@ -130,7 +130,7 @@ def test_a_way_between_cards_stays_where_they_are_numbered_otherwise(monkeypatch
 
 
 def test_a_way_of_a_group_with_slices_of_one_card_is_that_of_each_two(monkeypatch, tmp_path):
-    """The group is kept under numbers, and two of it have UUIDs that differ."""
+    """The group is cached under numbers, and two of it have UUIDs that differ."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpus(monkeypatch, ("a", "a", "b"))
     nccl_settings.save_way({}, [0, 1, 2], way := {"NCCL_P2P_DISABLE": "1"})
@@ -138,7 +138,7 @@ def test_a_way_of_a_group_with_slices_of_one_card_is_that_of_each_two(monkeypatc
 
 
 @pytest.mark.parametrize("way", nccl_settings.WAYS[:3])
-def test_what_is_measured_later_counts_instead_of_what_is_kept_under_numbers(monkeypatch, tmp_path, way):
+def test_what_is_measured_later_counts_instead_of_what_is_cached_under_numbers(monkeypatch, tmp_path, way):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     gpus(monkeypatch, ("a", "a"))
     nccl_settings.save_way({}, [0, 1], {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"})
@@ -214,7 +214,7 @@ def test_memory_of_a_gpu_that_is_the_hosts_is_what_the_host_has_left(monkeypatch
     assert measurements.unified_among("cpu", [0, 1]) == ()
 
 
-def test_the_rate_of_the_last_load_is_kept(monkeypatch, tmp_path):
+def test_the_rate_of_the_last_load_is_cached(monkeypatch, tmp_path):
     """Of all ranks together, the last one's seconds; of a model that was there already nothing is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "model").write_bytes(b"1")

@@ -75,8 +75,8 @@ def test_links_weigh_more_with_faster_products(krea):
 
 
 def test_a_machine_keeps_its_rates():
-    kept = Machine.from_dict({**replace(L40, native_rates={INT8: 1.5}).as_dict()})
-    assert kept.native_rates == {INT8: 1.5}
+    read = Machine.from_dict({**replace(L40, native_rates={INT8: 1.5}).as_dict()})
+    assert read.native_rates == {INT8: 1.5}
     for wrong in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError):
             Machine.from_dict({**L40.as_dict(), "native_rates": {INT8: wrong}})

@@ -51,7 +51,7 @@ def admission(memory: FakeMemory) -> Admission:
     return Admission(ParallelConfig(), Alone(), memory)
 
 
-def test_plans_are_kept_by_checkpoint_and_request(flux, monkeypatch):
+def test_plans_are_cached_by_checkpoint_and_request(flux, monkeypatch):
     """Two files with two sizes each, as two experts with and without a negative prompt."""
     made: Counter[RequestSize] = Counter()
 

@@ -198,7 +198,7 @@ def test_loras_of_models_that_take_turns_are_their_own():
 
 
 @pytest.mark.parametrize("ring", [1, 2])
-def test_static_text_is_kept(ring):
+def test_static_text_is_cached(ring):
     shape = replace(QWEN, static_text=True)
     plan = ParallelConfig(ring_degree=ring)
     token = 2 * shape.heads * shape.head_size * shape.itemsize * len(shape.blocks)

@@ -245,7 +245,7 @@ def test_what_is_printed_while_python_starts_is_no_answer(model, monkeypatch, tm
 
 
 def test_another_process_does_not_ask_again(model, monkeypatch):
-    """Unless the file, the pack or a package is another one; a refusal is not kept."""
+    """Unless the file, the pack or a package is another one; a refusal is not cached."""
     monkeypatch.setattr(preflight, "_ask", lambda question, config, check: asked.append(question))
     config = ParallelConfig(device="cpu")
     changed = {"IMPORTED": "another", "stamp": lambda path: ("newer",), "packages_changed": lambda: 7}
@@ -270,7 +270,7 @@ def test_another_process_does_not_ask_again(model, monkeypatch):
     assert len(asked) == 3
 
 
-def test_the_last_answers_are_kept_in_one_file(model, monkeypatch, tmp_path):
+def test_the_last_answers_are_cached_in_one_file(model, monkeypatch, tmp_path):
     asked: list[str] = []
     monkeypatch.setattr(
         preflight, "_ask", lambda question, config, check: asked.append(question["weight_dtype"])

@@ -1,4 +1,4 @@
-"""What a user is told of ranks that could not measure their machine, and what is kept of a full one."""
+"""What a user is told of ranks that could not measure their machine, and what is left of a full one."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ ERROR = """[rank1]: torch.distributed.DistBackendError: NCCL error in: NCCL.cpp:
 
 
 def test_a_full_gpu_is_not_taken_for_a_broken_link():
-    """Of five ways between GPUs none makes room, and one that works later would be kept."""
+    """Of five ways between GPUs none makes room, and one that works later would be cached."""
     error = _unmeasured(ERROR.format("Failed to CUDA calloc 4194304 bytes"), 1)
     assert not error.of_links
     assert "unhandled error (Failed to CUDA calloc 4194304 bytes)); close what fills a GPU" in str(error)

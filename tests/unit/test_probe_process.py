@@ -204,7 +204,7 @@ def settings(device: str = "cuda", **config) -> dict[str, str]:
     ],
     ids=["hang", "refused", "other bytes", "fault", "cuMem", "no shared memory"],
 )
-def test_another_way_between_gpus_is_found_and_kept(measure, works, fails, words):
+def test_another_way_between_gpus_is_found_and_cached(measure, works, fails, words):
     """In the order of what it costs; ranks that start later take it, on these GPUs."""
     found, tried, shown = measure(works, fails)
     assert tried == list(nccl_settings.WAYS[: nccl_settings.WAYS.index(works) + 1])

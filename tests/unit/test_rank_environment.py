@@ -191,7 +191,7 @@ def test_ranks_know_whether_their_segments_grow(release, theirs, expected, monke
     assert FIXED_SEGMENTS not in sanitized_environment(theirs, TWO_RANKS, "cpu")
 
 
-def test_values_of_nccl_that_somebody_set_are_kept():
+def test_values_of_nccl_that_somebody_set_stay():
     theirs = {"NCCL_SOCKET_IFNAME": "=eth1", "NCCL_RAS_ENABLE": "1"}
     assert theirs.items() <= sanitized_environment(theirs, TWO_RANKS, "cuda").items()
 

@@ -182,9 +182,9 @@ def test_the_block_that_runs_is_gathered_twice_and_the_next_one_once(files):
 def test_weights_that_stay_in_float32_are_counted_so(tmp_path):
     path = write_checkpoint(tmp_path / "h3.safetensors", "minimax-h3")
     model = loaded(ParallelConfig(), mesh.single(), path)
-    kept = [p for p in model.transformer.parameters() if p.dtype == torch.float32]
+    in_float32 = [p for p in model.transformer.parameters() if p.dtype == torch.float32]
     plan = describe(ParallelConfig(), open_checkpoint(str(path)), RequestSize(), torch.bfloat16)[0]
-    assert kept and plan.weight_bytes == model.report.weight_bytes
+    assert in_float32 and plan.weight_bytes == model.report.weight_bytes
 
 
 def larger(family: str):

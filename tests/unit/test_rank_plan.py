@@ -125,7 +125,7 @@ def test_one_prompt_is_planned_on_every_rank_of_cfg(checkpoint, degree):
     assert [plan.kv_bytes for plan in found] == [A * LAYERS] * len(found)
 
 
-def test_keys_and_values_that_are_kept_are_counted(tmp_path):
+def test_keys_and_values_that_are_cached_are_counted(tmp_path):
     """Those of Qwen-Image 2.1's text, as many bytes as a request keeps in one process; ranks share them, and
     in a step in steady state no row of text is sent."""
     path = str(write_checkpoint(tmp_path / "qwen.safetensors", "qwen-image21"))
@@ -140,16 +140,16 @@ def test_keys_and_values_that_are_kept_are_counted(tmp_path):
             )
         ),
     )
-    kept = found[-1]
+    cached = found[-1]
 
     def told(text=12, **fields):
         opened = engine.check_load(path, "default").checkpoint
         return describe(ParallelConfig(**fields), opened, RequestSize(80, text))[0]
 
-    assert told().kv_bytes == kept == 4 * 2 * 2 * 12 * 128 * 4 and told(text=0).kv_bytes == 0
+    assert told().kv_bytes == cached == 4 * 2 * 2 * 12 * 128 * 4 and told(text=0).kv_bytes == 0
     for degree in ("ulysses_degree", "ring_degree", "cfg_degree", "tensor_parallel_degree"):
-        assert told(**{degree: 2}).kv_bytes == kept / 2
-    assert told(pipefusion_degree=2, num_pipeline_patch=1).kv_bytes == kept / 2
+        assert told(**{degree: 2}).kv_bytes == cached / 2
+    assert told(pipefusion_degree=2, num_pipeline_patch=1).kv_bytes == cached / 2
     assert (
         told(pipefusion_degree=2).kv_bytes == 2 * 2 * 2 * (92 + 12) * 128 * 4
     )  # the buffers of stale ones have them too, and those of text among itself

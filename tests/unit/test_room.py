@@ -126,18 +126,18 @@ def test_what_comfyui_caches_is_no_room_for_a_rank(management):
     """ComfyUI counts it as free and would unload nothing."""
     management.load(10 * GB, FIRST).unload()
     management.current_loaded_models.clear()
-    kept = management.load(4 * GB, FIRST)
+    wanted = management.load(4 * GB, FIRST)
     management.devices[FIRST].free, management.devices[FIRST].cached = 6 * GB, 14 * GB
     ranks = backend(management, 8, 12)
     assert ranks.sample(REQUESTS["sample"], room=Room(management, GPUS)) == Result()
-    assert management.devices[FIRST].free == 20 * GB and management.current_loaded_models == [kept]
+    assert management.devices[FIRST].free == 20 * GB and management.current_loaded_models == [wanted]
 
 
 def test_entries_to_keep_stay(management):
     ranks = backend(management, 8, 12)
-    kept, other = management.load(4 * GB, FIRST), management.load(14 * GB, FIRST)
-    ranks.sample(REQUESTS["call"], room=Room(management, GPUS).keeping([kept]))
-    assert management.current_loaded_models == [kept] and not other.loaded
+    wanted, other = management.load(4 * GB, FIRST), management.load(14 * GB, FIRST)
+    ranks.sample(REQUESTS["call"], room=Room(management, GPUS).keeping([wanted]))
+    assert management.current_loaded_models == [wanted] and not other.loaded
 
 
 def test_ranks_are_shared_where_comfyui_computes_or_keeps_models(management):

@@ -230,7 +230,7 @@ def test_shares_that_do_not_fit_the_gpus_are_refused(text):
     assert AutoConfig(gpus="2", shares="60,40").devices(2) == [0, 1]
 
 
-def test_a_kept_machine_has_its_speeds():
+def test_a_cached_machine_has_its_speeds():
     machine = mixed()
     assert Machine.from_dict({**machine.as_dict(), "all_to_all": {"2": 1e9}}).speeds == machine.speeds
     with pytest.raises(ValueError):

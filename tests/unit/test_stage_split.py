@@ -147,7 +147,7 @@ def test_the_double_and_single_blocks_of_flux_cost_the_same(count):
     assert max(costs) <= 1.001 * min(costs) and stages.blocks == stage_blocks([1.0] * len(costs), count)
 
 
-def test_listed_counts_are_kept():
+def test_listed_counts_stay():
     assert plan(COSTS, WEIGHTS, MODULATION, 2, [5, 52]).blocks == [range(0, 5), range(5, 57)]
 
 

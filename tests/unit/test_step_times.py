@@ -21,7 +21,7 @@ def ring():
     return StepRing(memoryview(mmap.mmap(-1, StepRing.SIZE)))
 
 
-def test_the_latest_records_are_kept(ring):
+def test_the_latest_records_stay(ring):
     assert list(ring.read()) == []
     for step in range(RECORDS + 10):
         ring.append(StepTime(1, step, 0.5 * step, 0.5, 0.1, 7 * step))

@@ -123,7 +123,7 @@ def mlp(gate: str, inputs: int, hidden: int) -> nn.Module:
 
 @pytest.mark.parametrize("gate", ["", "gated "])
 @pytest.mark.parametrize(
-    "unit, ranks, kept",
+    "unit, ranks, widths",
     [
         (32, 2, [64, 96]),  # 5 blocks
         (32, 4, [32, 32, 32, 64]),
@@ -133,7 +133,7 @@ def mlp(gate: str, inputs: int, hidden: int) -> nn.Module:
         (1, 4, [40] * 4),
     ],
 )
-def test_an_mlp_is_cut_between_blocks(gate, unit, ranks, kept):
+def test_an_mlp_is_cut_between_blocks(gate, unit, ranks, widths):
     """Its first layer as its last; attention between heads."""
     transformer = mlp(gate, 64, 160)
     styles = {"*.to_q": "colwise", "*.to_out": "rowwise", "*.up": f"{gate}colwise", "*.down": "rowwise"}
@@ -144,12 +144,12 @@ def test_an_mlp_is_cut_between_blocks(gate, unit, ranks, kept):
     for rank in range(ranks):
         found = plan.shards(place(ranks, rank))
         columns = found["blocks.0.down"].inputs
-        assert [(span.lo, span.hi) for span in columns] == [(end, end + kept[rank])]
+        assert [(span.lo, span.hi) for span in columns] == [(end, end + widths[rank])]
         halves = [Span(span.lo + shift, span.hi + shift) for shift in (0, 160) for span in columns]
         assert found["blocks.0.up"].outputs == (tuple(halves) if gate else columns)
-        assert found["blocks.0.up"].heights == tuple(k * (2 if gate else 1) for k in kept)
+        assert found["blocks.0.up"].heights == tuple(k * (2 if gate else 1) for k in widths)
         assert [len(span) for span in found["blocks.0.attn.to_out"].inputs] == [96 // ranks]
-        end += kept[rank]
+        end += widths[rank]
 
 
 def test_columns_taken_of_whole_activations_are_cut_between_blocks():
@@ -167,7 +167,7 @@ def test_released_files_are_cut_between_blocks():
     checkpoint = checkpoint_of(File("Wan", "int8 ConvRot", "wan2.2-i2v-A14B"))
     plan = checkpoint.cut_plan(ParallelConfig(tensor_parallel_degree=8))
     shards = [plan.shards(place(8, rank)) for rank in range(8)]
-    kept = [sum(map(len, shard["blocks.3.ffn.net.2"].inputs)) for shard in shards]
-    assert sorted(kept) == [6 * 256] * 2 + [7 * 256] * 6
-    assert kept == [sum(map(len, shard["blocks.3.ffn.net.0.proj"].outputs)) for shard in shards]
+    widths = [sum(map(len, shard["blocks.3.ffn.net.2"].inputs)) for shard in shards]
+    assert sorted(widths) == [6 * 256] * 2 + [7 * 256] * 6
+    assert widths == [sum(map(len, shard["blocks.3.ffn.net.0.proj"].outputs)) for shard in shards]
     assert {len(shard["blocks.3.attn1.to_out.0"].inputs[0]) for shard in shards} == {5120 // 8}  # 5 heads

@@ -36,7 +36,7 @@ from backend.models.ltxv import VideoBlock
 CLASSES = {"wan22-ti2v": diffusers.WanTransformer3DModel, "ltxv-i2v": diffusers.LTXVideoTransformer3DModel}
 #: Frames and sides of a latent whose tokens are many more than a model of these has features.
 LATENT = (9, 32, 32)
-KEPT = "denoise_mask"
+MASK = "denoise_mask"
 
 
 def mask_of(batch: int, channels: int, *size: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_a_mask_gives_what_a_timestep_for_each_token_does(name, sigma, soft, tmp
     tokens = grid.to_tokens(mask)[..., 0] * sigma.expand(2)[:, None] * 1000
     plain = CLASSES[name].from_config(config).eval()
     plain.load_state_dict(checkpoint.transformer.state_dict())
-    for given, timestep in ((cond | {KEPT: mask}, tokens), (cond, sigma.expand(2) * 1000)):
+    for given, timestep in ((cond | {MASK: mask}, tokens), (cond, sigma.expand(2) * 1000)):
         x = family.io.of_latent(latent, grid) if family.io.takes_tokens else latent
         arguments = family.io.arguments(config, grid, x, sigma, given)
         found = checkpoint.transformer(**arguments, return_dict=False)[0]
@@ -98,7 +98,7 @@ def peak(monkeypatch, name: str, method: str, masked: bool) -> int:
     def requested(family: str, checkpoint, steps: int):
         sample = request_of(family, checkpoint, steps, (LATENT,))
         channels = checkpoint.family.latent.channels(checkpoint.config)
-        given = {KEPT: mask_of(1, channels, *LATENT)}
+        given = {MASK: mask_of(1, channels, *LATENT)}
         tensors = sample.tensors | {f"positive.{key}": value for key, value in given.items()} | given
         return replace(sample, tensors=tensors) if masked else sample
 
@@ -123,7 +123,7 @@ def test_a_mask_adds_hardly_anything_to_what_ranks_hold(name, method, monkeypatc
 def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, name, degrees, masked):
     """With a mask as without one: each token has the last modulation of its level."""
     sample = request(name)
-    tensors = {key: value for key, value in sample.tensors.items() if masked or KEPT not in key}
+    tensors = {key: value for key, value in sample.tensors.items() if masked or MASK not in key}
     tensors = {key: value for key, value in tensors.items() if masked or "keyframe" not in key}
     sigmas = torch.linspace(sample.tensors["sigmas"][0].item(), 0, launches.STEPS + 1)
     sample = replace(sample, sampler="euler", tensors=tensors | {"sigmas": sigmas})

@@ -88,9 +88,9 @@ def test_without_guidance_nothing_is_added_for_it(name, tmp_path):
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
     sample = shortened(request(name), 2)
-    kept = {key: value for key, value in sample.tensors.items() if not key.endswith(".guidance")}
-    assert len(kept) == len(sample.tensors) - 2
-    unguided = replace(sample, tensors=kept)
+    tensors = {key: value for key, value in sample.tensors.items() if not key.endswith(".guidance")}
+    assert len(tensors) == len(sample.tensors) - 2
+    unguided = replace(sample, tensors=tensors)
     engine.check_sample(unguided)
     found, _ = engine.sample(unguided, Callbacks())
     guided, _ = engine.sample(sample, Callbacks())
@@ -319,7 +319,7 @@ def test_levels_of_a_mask_are_those_of_its_tokens(times, masks, soft):
 
 
 @pytest.mark.parametrize("name", ["ltx2-i2v", "ltx25-i2v"])
-def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
+def test_modulation_of_a_mask_is_cached_once_a_level(name, tmp_path, monkeypatch):
     """LTX-2's rows are given the number of their noise level (8 bytes), and each level's modulation is there
     once; the latent is that of every row with its own.
     """
@@ -341,8 +341,8 @@ def test_modulation_of_a_mask_is_kept_once_a_level(name, tmp_path, monkeypatch):
     assert rows == [part.tokens for part in grid.grids] * 2 and [
         len(embed.modulation) for embed in levels
     ] == [2, 3, 2, 3]
-    kept = sum(tensor.nbytes for tensor in given[0]) + sum(embed.modulation.nbytes for embed in levels)
+    cached = sum(tensor.nbytes for tensor in given[0]) + sum(embed.modulation.nbytes for embed in levels)
     monkeypatch.setattr(ltx2_blocks.Levels, "forward", LTX2AdaLayerNormSingle.forward)
     each = engine.sample(sample, Callbacks())[0]
     assert_ulps(each, latent, len(transformer.transformer_blocks) * (len(sample.tensors["sigmas"]) - 1))
-    assert kept < 0.1 * sum(tensor.nbytes for tensor in given[-1])
+    assert cached < 0.1 * sum(tensor.nbytes for tensor in given[-1])

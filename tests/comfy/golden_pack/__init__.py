@@ -147,11 +147,11 @@ class TestGoldenText(TestText):
                 else value
             )
 
-        ((prompt, kept),) = self.stored
+        ((prompt, values),) = self.stored
         return [
             [
                 drawn(prompt),
-                {key: drawn(value) for key, value in kept.items() if key not in ("guidance", "frame_rate")},
+                {key: drawn(value) for key, value in values.items() if key not in ("guidance", "frame_rate")},
             ]
         ]
 
@@ -165,8 +165,10 @@ class TestTextWithImages(TestGoldenText):
         return text
 
     def encode_from_tokens_scheduled(self, text, **options):
-        ((prompt, kept),) = super().encode_from_tokens_scheduled(text)
-        return [[prompt[:, : 5 + len(text) % 8], kept | ({"image_slots": self.slots} if self.slots else {})]]
+        ((prompt, values),) = super().encode_from_tokens_scheduled(text)
+        return [
+            [prompt[:, : 5 + len(text) % 8], values | ({"image_slots": self.slots} if self.slots else {})]
+        ]
 
 
 class TestCheckpoint:

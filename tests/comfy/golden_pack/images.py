@@ -176,15 +176,16 @@ class TestConditioningValues:
 
     def run(self, conditioning, values, rows):
         """``rows``: cut the prompt to so many; 0 leaves it."""
-        ((prompt, kept),) = conditioning
-        kept = {
-            key: value[:, :rows] if rows and key == "attention_mask" else value for key, value in kept.items()
+        ((prompt, stored),) = conditioning
+        stored = {
+            key: value[:, :rows] if rows and key == "attention_mask" else value
+            for key, value in stored.items()
         }
         return (
             [
                 [
                     prompt[:, :rows] if rows else prompt,
-                    kept
+                    stored
                     | {
                         key: torch.tensor(value) if isinstance(value, list) else value
                         for key, value in json.loads(values).items()
