@@ -1,4 +1,4 @@
-"""Requests of scripts/doctor.py --full, which end ranks that hang. What is kept of those is their log, where
+"""Requests of scripts/doctor.py --full, which end ranks that hang. What is left of those is their log, where
 their threads are, and what nvidia-smi shows meanwhile."""
 
 import time

@@ -107,7 +107,7 @@ class Lab(Models):
         #: One that the next launch removes where the doctor is killed: gigabytes would stay.
         self._private = private_folder(sockets=False)
         self.folder = self._private.path
-        self._kept: dict[tuple, Any] = {}
+        self._cache: dict[tuple, Any] = {}
         #: Whether the links between ranks could not be measured.
         self.links_failed = False
         #: What "links" has measured.
@@ -154,12 +154,12 @@ class Lab(Models):
         loaded = backend.load(str(path), dtype, keep=(), check=self._until(config), **how)
         message = replace(sample, model=loaded.model, **config.per_request)
         compiles = config.compile == "blocks"
-        compiles = compiles and ("ran", config.topology(), config.compile, path) not in self._kept
+        compiles = compiles and ("ran", config.topology(), config.compile, path) not in self._cache
         longest = COMPILE_SECONDS if compiles else RUN_SECONDS
         began = time.monotonic()
         result = doctor_hangs.sample(self, config, backend, message, longest, compiles)
         assert result is not None, "nobody cancels it"
-        self._kept[("ran", config.topology(), config.compile, path)] = True
+        self._cache[("ran", config.topology(), config.compile, path)] = True
         return Run(result.tensors["samples"], time.monotonic() - began, loaded.info, result.stats)
 
     def step_seconds(
@@ -180,7 +180,7 @@ class Lab(Models):
         return step, replace(last, timed=timed, first_notes=first.notes)
 
     def machine(self) -> Machine:
-        """Measure rates and links anew: what is kept for this machine may be of better days. Ranks that start
+        """Measure rates and links anew: cached ones of this machine may be of better days. Ranks that start
         later, ComfyUI's too, take the way between GPUs that works now; where /dev/shm was full, those of this
         process alone."""
         ranks = self.gpus

@@ -61,17 +61,17 @@ class Models(Clock, ABC):
     device: str
     folder: Path
     size: Size
-    _kept: dict[tuple, Any]
+    _cache: dict[tuple, Any]
 
     @abstractmethod
     def fresh(self):
         """End the ranks: they may have mapped deleted files."""
 
-    def kept(self, key: tuple, make: Callable[[], Made]) -> Made:
+    def cached(self, key: tuple, make: Callable[[], Made]) -> Made:
         """Return what ``make`` gave for this key, made once."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def tiny(self, family: str) -> tuple[Path, Sample, Tensor]:
         """Return a tiny model of a golden family, ComfyUI's request, and its latent (VAE units)."""
@@ -85,7 +85,7 @@ class Models(Clock, ABC):
         def write():
             return tiny.write_checkpoint(self.folder / f"{family}.safetensors", family)
 
-        return self.kept(("tiny", family), write), *families.golden(f"{family}__euler_simple")
+        return self.cached(("tiny", family), write), *families.golden(f"{family}__euler_simple")
 
     def distance_from_comfyui(self, family: str, samples: Tensor, golden: Tensor) -> float:
         """Return the largest distance of a latent from ComfyUI's, in its standard deviations."""
@@ -106,7 +106,7 @@ class Models(Clock, ABC):
             self.need_room(size, "the mid-size Flux")
             return write_flux(self.folder / "flux", arguments, dtype)
 
-        return self.kept(("flux",), write)
+        return self.cached(("flux",), write)
 
     def released(self, family: str) -> tuple[Path, Callable[[int], Sample], str]:
         """Return a released model of a golden family with random weights and few of its blocks, what makes a
@@ -126,13 +126,13 @@ class Models(Clock, ABC):
             self.need_room(size, f"{blocks} blocks of {family}")
             return released_sizes.save(family, self.folder / f"released-{family}", blocks)
 
-        path = self.kept(("released", family), write)
+        path = self.cached(("released", family), write)
         sample = released_sizes.random_request(family)
         return path, partial(in_steps, sample), f"{blocks} blocks, {released_sizes.in_words(family)}"
 
     def refusal(self, path: Path, config: ParallelConfig) -> str:
         """Return why ranks would refuse the model at ``path`` for its heads or blocks, "" where they fit."""
-        counts = self.kept(("blocks and heads", path), partial(blocks_and_heads, path))
+        counts = self.cached(("blocks and heads", path), partial(blocks_and_heads, path))
         return refusal(path.stem, counts, config)
 
     def released_quantized(self, family: str, kind: str) -> Path:
@@ -144,13 +144,13 @@ class Models(Clock, ABC):
             self.need_room(int(MAX_COPY * stored), f"{family} in {kind}", int(HELD_OF_COPY * stored))
             return write_quantized_copy(path, self.folder / f"released-{family}-{kind}", kind)
 
-        return self.kept(("released", family, kind), write)
+        return self.cached(("released", family, kind), write)
 
     def released_lora(self, family: str) -> tuple[Path, float]:
         """Write a LoRA for what ``released`` has; return its file and a strength that shows."""
         path, _, _ = self.released(family)
         target = self.folder / f"lora-{family}.safetensors"
-        return self.kept(("lora of", family), partial(write_lora_of, path, target))
+        return self.cached(("lora of", family), partial(write_lora_of, path, target))
 
     def request(self, path: Path, steps: int, guided: bool = False, batch: int = 1) -> Sample:
         """Return a request for a Flux whose configuration is in the folder ``path``."""
@@ -174,21 +174,21 @@ class Models(Clock, ABC):
         """Write a file of a Flux whose blocks are quantized as ``kind``, or bf16."""
 
         def write():
-            held = 0 if ("weights",) in self._kept else weights_bytes(self.size.width)
+            held = 0 if ("weights",) in self._cache else weights_bytes(self.size.width)
             self.need_room(quantized_bytes(kind, self.size.width), f"the file of {kind}", held)
-            state = self.kept(("weights",), partial(random_weights, self.size.width))
+            state = self.cached(("weights",), partial(random_weights, self.size.width))
             return write_quantized(self.folder, kind, state)
 
-        return self.kept(("quantized", kind), write)
+        return self.cached(("quantized", kind), write)
 
     def forget_weights(self):
         """Free the weights that quantized files are made of; another file makes them anew, the same ones."""
-        self._kept.pop(("weights",), None)
+        self._cache.pop(("weights",), None)
 
     def drop(self, *key):
         """Delete the file of this key after its last use; who needs it again makes it anew."""
-        if key in self._kept:
-            delete(self._kept.pop(key))
+        if key in self._cache:
+            delete(self._cache.pop(key))
 
     def need_room(self, size: int, what: str, held: int = 0):
         """Raise NoRoomError where the temporary folder has no room for a file of so many bytes, or the host's

@@ -13,7 +13,7 @@ import psutil
 
 #: Programs that are told to end have this long, torchrun and its ranks among them; then they are killed.
 GRACE_SECONDS = 10.0
-#: Characters of a program's errors that are kept.
+#: Characters of a program's errors that are reported.
 MAX_ERRORS = 4000
 #: The last line of a traceback, of torch's ranks with their number.
 RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)

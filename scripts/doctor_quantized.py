@@ -56,10 +56,10 @@ def _kinds() -> tuple[str, ...]:
 
 
 def _quantized(lab: Lab, kind: str, matmul: str) -> Finding:
-    seconds, _ = lab.kept(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
+    seconds, _ = lab.cached(("bf16",), lambda: _timed_file(lab, "bf16", "auto"))
     lab.drop("quantized", "bf16")
     # not bf16's latent: the file stands for weights of its own where they are rotated
-    stored = lab.kept(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
+    stored = lab.cached(("weight only", kind), lambda: _timed_file(lab, kind, "weight only"))
     try:
         own, run = stored if matmul == "weight only" else _timed_file(lab, kind, matmul)
     except RefusedError as refusal:
@@ -89,7 +89,7 @@ def dequantized_once(lab: Lab) -> Found:
     """Seconds a step of a weight-only file where its weights stay dequantized, and where they do not."""
     if CACHED_KIND not in _kinds():
         return
-    seconds, run = lab.kept(
+    seconds, run = lab.cached(
         ("weight only", CACHED_KIND), lambda: _timed_file(lab, CACHED_KIND, "weight only")
     )
     cached = run.stats.get("dequantized_once")

@@ -75,14 +75,14 @@ def _references(lab: Lab, kind: str) -> list[Finding]:
 def latent(lab: Lab, kind: str, dtype: str, has_lora: bool) -> torch.Tensor:
     """Return one rank's latent of the file."""
     key = ("quantized latent", kind, dtype, has_lora)
-    return lab.kept(key, lambda: _run(lab, ParallelConfig(), kind, dtype, has_lora))
+    return lab.cached(key, lambda: _run(lab, ParallelConfig(), kind, dtype, has_lora))
 
 
 def _run(lab: Lab, config: ParallelConfig, kind: str, dtype: str, has_lora: bool) -> torch.Tensor:
     # native products round what they multiply; in float32 nothing is to hide a wrong scale
     how: dict = {"matmul": "weight only" if dtype == "fp32" else "auto"}
     if has_lora:
-        lora = lab.kept(("lora",), partial(_written_lora, lab))
+        lora = lab.cached(("lora",), partial(_written_lora, lab))
         how["loras"] = [(str(lora), LORA_STRENGTH / lab.size.width)]
     return lab.run(config, lab.quantized(kind), lab.plain_request(STEPS), dtype, **how).samples
 

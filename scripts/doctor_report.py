@@ -32,7 +32,7 @@ UUID = re.compile(
 )
 #: Folders that say nothing of anybody; empty: the root, and a home without one.
 PUBLIC = ("", "/root", "/tmp", "/var/tmp", "/usr", "/usr/local")
-#: Lines of the log that are kept.
+#: Lines of the log that are reported.
 LOG_LINES = 200
 
 

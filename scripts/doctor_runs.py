@@ -38,7 +38,7 @@ def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
     """Return what one rank gives, for the batch that every method gets."""
     path, sample, _ = lab.tiny(family)
     batch = in_batch(sample, max(2, lab.ranks))
-    return lab.kept(
+    return lab.cached(
         ("reference", family, dtype), lambda: lab.run(ParallelConfig(), path, batch, dtype).samples
     )
 

@@ -31,7 +31,7 @@ def timed_alone(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run]:
         path = lab.flux()
         return lab.step_seconds(ParallelConfig(), path, partial(lab.request, path, guided=guided))
 
-    return lab.kept(("step", guided), measure)
+    return lab.cached(("step", guided), measure)
 
 
 def timed_or_none(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run] | None:
@@ -42,7 +42,7 @@ def timed_or_none(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run] | None
         with suppress(BackendError, RefusedError, HungError):
             return timed_alone(lab, guided)
 
-    return lab.kept(("step of one", guided), measure)
+    return lab.cached(("step of one", guided), measure)
 
 
 def speed_of_one(lab: Lab) -> Found:

@@ -126,7 +126,7 @@ class StubLab(Clock):
         if self.is_late:
             raise OutOfTime("not run: the 10 minutes are over")
 
-    def kept(self, key, make):
+    def cached(self, key, make):
         return make()
 
     def tiny(self, family):

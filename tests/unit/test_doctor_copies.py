@@ -291,7 +291,7 @@ def test_full_gpus_are_left_out(monkeypatch):
 @pytest.mark.parametrize(
     "ended, why", [(Ended(None, 60.0), "it did not end within 60 s"), (Ended(-11, 60.0), "signal 11")]
 )
-def test_what_was_measured_before_it_ended_is_kept(monkeypatch, ended, why):
+def test_what_was_measured_before_it_ended_is_reported(monkeypatch, ended, why):
     text = (
         rows(dict(gpu=1, error="busy"), RATE, dict(doing="while copying from GPU 2 to GPU 0"))
         + '{"source": 2, "ta'

@@ -79,8 +79,8 @@ def test_every_family_has_every_method_on_all_ranks(ranks, family):
         own, why = doctor_degrees.fitting(partial(lab.refusal, Path(family)), config)
         assert own, f"{name}: {why}"
         assert own.validate().world_size == ranks and not lab.refusal(Path(family), own)
-        kept = {axis for axis, size in config.degrees.items() if size > 1}
-        assert kept <= {axis for axis, size in own.degrees.items() if size > 1}, name
+        cut = {axis for axis, size in config.degrees.items() if size > 1}
+        assert cut <= {axis for axis, size in own.degrees.items() if size > 1}, name
         assert (own.wire, own.shard_weights) == (config.wire, config.shard_weights)
         assert own.has_stale_kv == config.has_stale_kv and (own == config) == (why == "")
 

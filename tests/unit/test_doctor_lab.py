@@ -160,9 +160,9 @@ def test_a_gguf_file_takes_no_more_memory_than_its_weights(monkeypatch):
     monkeypatch.setattr(lab, "need_room", lambda size, what, held=0: asked.append(size))
     for kind in ("bf16", "Q8_0", "Q4_K"):
         assert lab.quantized(kind).stat().st_size
-    assert len(asked) == 3 and ("weights",) in lab._kept
+    assert len(asked) == 3 and ("weights",) in lab._cache
     lab.forget_weights()
-    assert ("weights",) not in lab._kept
+    assert ("weights",) not in lab._cache
     lab.close()
 
 

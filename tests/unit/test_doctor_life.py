@@ -38,8 +38,10 @@ class Ranks:
         self.welcome = SimpleNamespace(pids=[0, self.other.pid])
 
     def load(self, path, keep, check):
-        kept = {choice for choice in self.models if choice in keep or self.fault != "forgets"}
-        self.models = dict.fromkeys(kept, "") | ({} if self.fault == "forgets" else {ModelChoice(path): ""})
+        staying = {choice for choice in self.models if choice in keep or self.fault != "forgets"}
+        self.models = dict.fromkeys(staying, "") | (
+            {} if self.fault == "forgets" else {ModelChoice(path): ""}
+        )
         return SimpleNamespace(model=path)
 
     def unload(self, choice, park, check):

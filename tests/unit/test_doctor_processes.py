@@ -46,7 +46,7 @@ def test_ranks_in_sessions_of_their_own_end_with_their_program(monkeypatch):
         assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
 
 
-def test_a_program_has_its_time_and_its_errors_are_kept(tmp_path):
+def test_a_program_has_its_time_and_its_errors_are_reported(tmp_path):
     slow = doctor_processes.run([sys.executable, "-c", "import time; time.sleep(600)"], 1.0, tmp_path)
     assert slow.code is None and slow.why == "it did not end within 1 s"
     wrong = "import sys; sys.exit('ValueError: no link')"

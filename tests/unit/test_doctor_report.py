@@ -48,7 +48,7 @@ def test_the_file_is_there_from_the_first_moment(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_what_was_found_until_an_interrupt_is_kept(tmp_path, monkeypatch, capsys, number):
+def test_what_was_found_until_an_interrupt_is_reported(tmp_path, monkeypatch, capsys, number):
     """Ctrl-C ends it with what was found, for who looks at it; a signal is another program's."""
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     usual[signal.SIGINT] = signal.default_int_handler  # whatever this was started by ignores

@@ -78,7 +78,7 @@ def test_the_flux_takes_what_was_asked_for(lab, monkeypatch):
 def test_files_that_cannot_be_deleted_end_nothing(monkeypatch):
     """On NFS a file that a process maps stays under another name, and its folder with it."""
     lab = doctor_lab.Lab("cpu", 2, 10.0)
-    lab._kept = {("quantized", "bf16"): lab.folder / "bf16.safetensors", ("flux",): lab.folder / "flux"}
+    lab._cache = {("quantized", "bf16"): lab.folder / "bf16.safetensors", ("flux",): lab.folder / "flux"}
     (lab.folder / "flux").mkdir()
     for file in ("bf16.safetensors", "flux/.nfs0001"):
         (lab.folder / file).write_text("")
@@ -92,7 +92,7 @@ def test_files_that_cannot_be_deleted_end_nothing(monkeypatch):
         lab.drop("quantized", "bf16")
         lab.drop("flux")
         lab.close()
-    assert not lab._kept and (lab.folder / "flux" / ".nfs0001").exists()
+    assert not lab._cache and (lab.folder / "flux" / ".nfs0001").exists()
     shutil.rmtree(lab.folder)
 
 

@@ -40,7 +40,7 @@ class GpuLab(StubLab):
         Clock.__init__(self, minutes)
         self.time, self.step, self.config, self.made = time, step, None, {}
 
-    def kept(self, key, make):
+    def cached(self, key, make):
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]

@@ -196,7 +196,7 @@ def test_methods_and_speed_share_their_ranks():
             ranks.append(config.world_size)
             return super().run(config, *args, **how)
 
-        def kept(self, key, make):
+        def cached(self, key, make):
             if key not in known:
                 known[key] = make()
             return known[key]
