@@ -173,21 +173,6 @@ def test_the_recipe_for_a_loras_text_encoder_is_on_both_pages():
         assert "*LoraLoader*" in text and re.search(r"`strength_model` (为 )?0", text), page
 
 
-def test_pages_for_users_have_the_words_of_the_field():
-    """As CONTRIBUTING's glossary asks: an image is no picture, and a node comes after another one."""
-    for page in (
-        "README.md",
-        "docs/faq.md",
-        "docs/degrees.md",
-        "docs/security.md",
-        "web/docs/ParallelLoRA.md",
-    ):
-        found = re.findall(
-            r"\b(a picture|the picture|beside|behind it|behind the loader|hears)\b", read(page)
-        )
-        assert not found, page
-
-
 # ---------------------------------------------------------------------- links
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *HELP.rglob("*.md")]
 
