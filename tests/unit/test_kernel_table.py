@@ -1,7 +1,7 @@
 """The table of attention kernels: what may be chosen, and how the packages' own functions are called.
 
-Stand-ins have the signatures of the packages' sources and compute attention as those define it, so a wrong
-layout, scale or order of results shows in the numbers.
+Stand-ins (attention_packages.py) have the signatures of the packages' sources and compute attention as those
+define it, so a wrong layout, scale or order of results shows in the numbers.
 """
 
 import sys
@@ -12,78 +12,20 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_packages import FUNCTIONS, lse_of, package
 from attention_stubs import by_cudnn
+from recorded_signatures import SAGE_ON_8_0
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel import kernel_table as table
 from backend.parallel.attention_kernels import attend
 from backend.parallel.kernel_choice import explained, import_error, why_unavailable
-from backend.parallel.kernel_table import HALF, KERNELS, SDPA, TORCH, fits
+from backend.parallel.kernel_table import KERNELS, SDPA, TORCH, fits
 from backend.runtime.install_command import install_command
 
 SCALE = 0.3
 HELP = Path(__file__).parents[2] / "web/docs/ParallelConfig.md"
-PACKAGED = [name for name, kernel in KERNELS.items() if kernel.module and not kernel.torch_impl]
-
-
-def lse_of(q, k, scale):
-    return (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(dim=-1)
-
-
-def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
-    """flash_attn/flash_attn_interface.py: (B, S, H, D); with probabilities (out, lse, S_dmask)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = SDPA(q, k, v, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
-    groups = q.shape[1] // k.shape[1]
-    return (out, lse_of(q, k.repeat_interleave(groups, 1), softmax_scale), None) if return_attn_probs else out
-
-
-def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-    """sageattention/core.py: takes bf16 and fp16 alone."""
-    assert tensor_layout == "HND" and q.dtype in HALF and not kwargs
-    out = SDPA(q, k, v, scale=sm_scale, enable_gqa=True)
-    return (out, lse_of(q, k, sm_scale)) if return_lse else out
-
-
-def sageattn_qk_int8_pv_fp16_cuda(
-    q,
-    k,
-    v,
-    tensor_layout="HND",
-    is_causal=False,
-    qk_quant_gran="per_thread",
-    sm_scale=None,
-    pv_accum_dtype="fp32",
-    smooth_k=True,
-    smooth_v=False,
-    return_lse=False,
-    **kwargs,
-):
-    """sageattention/core.py, which sageattn calls on GPUs of 8.0."""
-    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **kwargs)
-
-
-def sageattn3_blackwell(q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, **kwargs):
-    """sageattn3/api.py: takes the mean off the keys in place; knows no scale but the usual one."""
-    assert q.shape[1] == k.shape[1] and not kwargs
-    k -= k.mean(dim=-2, keepdim=True)
-    return SDPA(q, k, v)
-
-
-FUNCTIONS = {"flash-attn": flash_attn_func, "sage": sageattn, "sage-3": sageattn3_blackwell}
 
 
 class Operator:
@@ -111,10 +53,8 @@ class Operator:
 def stand_ins(monkeypatch):
     """Every package and operator of the table, for few keys too."""
     monkeypatch.setattr(table, "MIN_APPROXIMATE_KEYS", 0)
-    for name in PACKAGED:
-        module = ModuleType(KERNELS[name].module)
-        setattr(module, KERNELS[name].function, FUNCTIONS[name])
-        monkeypatch.setitem(sys.modules, KERNELS[name].module, module)
+    for name, functions in FUNCTIONS.items():
+        monkeypatch.setitem(sys.modules, KERNELS[name].module, package(functions))
     monkeypatch.setattr(table, "SDPA", by_cudnn)
     operators = {
         name: Operator(name)
@@ -163,12 +103,14 @@ def test_sageattention_adds_in_float32_on_gpus_of_8_6(stand_ins, monkeypatch, gp
     class OnGpu(torch.Tensor):
         is_cuda = True
 
+    sage = sys.modules["sageattention"]
+    of_8_0 = getattr(sage, SAGE_ON_8_0.function)
+
     def recorded(*given, pv_accum_dtype, **named):
         accumulators.append(pv_accum_dtype)
-        return sageattn_qk_int8_pv_fp16_cuda(*given, pv_accum_dtype=pv_accum_dtype, **named)
+        return of_8_0(*given, pv_accum_dtype=pv_accum_dtype, **named)
 
-    package = sys.modules["sageattention"]
-    monkeypatch.setattr(package, "sageattn_qk_int8_pv_fp16_cuda", recorded, raising=False)
+    monkeypatch.setattr(sage, SAGE_ON_8_0.function, recorded)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
     q, k, v = sample()
     out, sums = table._sage(q.as_subclass(OnGpu), k, v, SCALE, lse)

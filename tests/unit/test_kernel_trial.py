@@ -3,10 +3,11 @@
 import math
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_packages import VERSION_1, package
 
 from backend.config import ParallelConfig
 from backend.parallel import kernel_trial
@@ -243,14 +244,7 @@ def test_a_right_kernel_passes_with_its_log_sum_exp(kernel):
 @pytest.mark.parametrize("lse", [False, True])
 def test_version_1_of_sageattention_fails_its_trial(monkeypatch, lse):
     """Its function swallows return_lse, and takes the mean off the keys in place."""
-
-    def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True, **kwargs):
-        k -= k.mean(dim=2, keepdim=True)
-        return SDPA(q, k, v, scale=sm_scale)
-
-    module = ModuleType("sageattention")
-    module.sageattn = sageattn  # pyright: ignore[reportAttributeAccessIssue]  # a stand-in
-    monkeypatch.setitem(sys.modules, "sageattention", module)
+    monkeypatch.setitem(sys.modules, "sageattention", package(VERSION_1))
     assert kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
 
 
