@@ -143,9 +143,13 @@ def _sage(q, k, v, scale, lse):
     call = sageattention.sageattn
     if q.is_cuda and torch.cuda.get_device_capability(q.device) == ADDS_IN_FLOAT16:
         call = partial(sageattention.sageattn_qk_int8_pv_fp16_cuda, pv_accum_dtype="fp32")
-    # lse: natural logarithm, with the mean that it takes off the keys added back
-    found = call(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=scale, return_lse=lse)
-    return found if lse else (found, None)
+    # Tokens first: of heads first 2.2.0 corrects the log-sum-exp by counts of tokens that it takes for heads,
+    # and fails where queries are twice as many as keys or more, as in a ring of GPUs that differ.
+    tokens_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    found = call(*tokens_first, tensor_layout="NHD", is_causal=False, sm_scale=scale, return_lse=lse)
+    # the natural logarithm (B, H, S), with the mean that it takes off the keys added back
+    out, sums = found if lse else (found, None)
+    return out.transpose(1, 2), sums
 
 
 def _sage3(q, k, v, scale, lse):
