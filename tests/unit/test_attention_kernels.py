@@ -138,7 +138,7 @@ BROKEN = "raise OSError('libcudart.so.11.0: cannot open shared object file')"
     "name, head_size, gpus, says",
     [
         ("sage", 256, [(9, 0)], "heads of up to 128 features, and this model's have 256"),
-        ("sage", 128, [(9, 0), (7, 5)], "8.0, 8.6, 8.9, 9.0, 12.0, and there are GPUs of 7.5"),
+        ("sage", 128, [(9, 0), (7, 5)], "8.0, 8.6, 8.9, 9.0, 12.0, 12.1, and there are GPUs of 7.5"),
         ("sage", 128, [(8, 9), (10, 0)], "and there are GPUs of 10.0"),
         ("flash-attn", 512, [(9, 0)], "up to 256"),
         ("flash-attn", 64, [(7, 5)], "8.0 or higher, and there are GPUs of 7.5"),

@@ -178,11 +178,14 @@ def test_the_help_page_has_the_table(name):
 #: Kernel, head size, GPU, ring -> words of the refusal; "" where nothing stands against it but the package.
 COMBINATIONS = [
     ("sage", 256, (9, 0), False, "heads of up to 128 features"),
-    ("sage", 128, (10, 0), False, "8.0, 8.6, 8.9, 9.0, 12.0, and there are GPUs of 10.0"),
+    ("sage", 128, (10, 0), False, "8.0, 8.6, 8.9, 9.0, 12.0, 12.1, and there are GPUs of 10.0"),
     ("sage", 128, (12, 0), True, ""),
+    ("sage", 128, (12, 1), True, ""),
     ("sage-3", 128, (12, 0), False, ""),
+    ("sage-3", 128, (12, 1), False, ""),
+    ("sage-3", 128, (10, 0), False, "12.0 to 12.1, and there are GPUs of 10.0"),
     ("sage-3", 96, (12, 0), False, "heads of 64 or 128 features, and this model's have 96"),
-    ("sage-3", 128, (9, 0), False, "10.0, 12.0, and there are GPUs of 9.0"),
+    ("sage-3", 128, (9, 0), False, "12.0 to 12.1, and there are GPUs of 9.0"),
     ("sage-3", 128, (12, 0), True, "does not return the log-sum-exp by which rings merge"),
     ("sage-3", 128, (12, 0), True, "set attention to one of sdpa, cudnn, flash-attn"),
     ("cudnn", 128, (7, 5), False, "8.0 or higher, and there are GPUs of 7.5"),
