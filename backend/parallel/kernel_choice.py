@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterable
 from functools import cache
+from typing import get_args
 
 import torch
 
@@ -102,9 +103,16 @@ def _not_importable(kernel: Kernel) -> str | None:
             f"but the package {module} cannot be imported ({error}); install one that was built for torch "
             f"{torch.__version__}, or {REMEDY}"
         )
-    if not kernel.parameter or kernel.parameter in inspect.signature(function).parameters:
-        return None
-    return f"but the package {module} here is {kernel.older}; {kernel.build}, or {REMEDY}"
+    signature = inspect.signature(function)
+    if kernel.parameter and kernel.parameter not in signature.parameters:
+        return f"but the package {module} here is {kernel.older}; {kernel.install}, or {REMEDY}"
+    results = len(get_args(signature.return_annotation))
+    if kernel.results and results > kernel.results:
+        return (
+            f"but {kernel.function} of {module} returns {results} results, of which torch "
+            f"{torch.__version__} takes {kernel.results}; use a newer torch, {kernel.install}, or {REMEDY}"
+        )
+    return None
 
 
 def explained(

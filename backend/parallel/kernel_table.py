@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..config import ParallelConfig
 from ..hardware.gpu_kernels import Capability
 from ..runtime.install_command import install_command
+from ..runtime.torch_version import has_torch
 
 aten = torch.ops.aten
 #: diffusers' transformers all end in this function (by attribute of torch.nn.functional): the hook replaces
@@ -31,6 +32,9 @@ MIN_APPROXIMATE_KEYS = 1024
 #: Where SageAttention's own choice is a Triton kernel that adds 64 products in float16: black images of
 #: Qwen-Image (Comfy-Org/ComfyUI#9773). Its CUDA kernel, its choice on 8.0, adds them in float32.
 ADDS_IN_FLOAT16 = (8, 6)
+#: torch from which its bridge to FlashAttention 4 takes any number of results; before, it takes two, and
+#: 4.0.0b18 is the last to return no more.
+TAKES_ALL_RESULTS = (2, 14)
 #: Beyond every compute capability.
 ANY = (99, 9)
 #: The kernel of "auto", and of what others cannot compute.
@@ -45,8 +49,9 @@ class Kernel:
     """A row of the table.
 
     what: its name in sentences. call: None where torch chooses by itself. module, function: what is imported,
-    empty for torch's own; package: its name on PyPI; build: how it is built, where PyPI lacks it. parameter:
-    one that the function has, and older: what a package is whose function lacks it. gpus: first and last
+    empty for torch's own; package: its name on PyPI, with the version where that matters; build: how it is
+    built, where PyPI lacks it. parameter: one that the function has, and older: what a package is whose
+    function lacks it. results: how many of the function's this torch takes; 0 for all. gpus: first and last
     compute capability of each run that has kernels. head_size: the largest; multiple: of which head sizes are
     multiples; head_sizes: those that there are, where they are few. least_keys: that it attends to. lse: it
     returns the log-sum-exp, by which rings merge. exact: it computes in the type of its inputs.
@@ -62,6 +67,7 @@ class Kernel:
     build: str = ""
     parameter: str = ""
     older: str = ""
+    results: int = 0
     gpus: tuple[tuple[Capability, Capability], ...] = ()
     head_size: int = 256
     multiple: int = 1
@@ -198,7 +204,10 @@ KERNELS = {
         call=flash_of_torch,
         module="flash_attn.cute.interface",
         function="_flash_attn_fwd",
-        package="flash-attn-4",
+        package="flash-attn-4" if has_torch(*TAKES_ALL_RESULTS) else "flash-attn-4==4.0.0b18",
+        parameter="return_lse",
+        older="the early FlashAttention 4 of FlashAttention 2.8, whose function torch cannot call",
+        results=0 if has_torch(*TAKES_ALL_RESULTS) else 2,
         gpus=(((9, 0), (10, 9)),),
         head_size=128,
         multiple=8,

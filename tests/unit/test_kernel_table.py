@@ -213,7 +213,9 @@ def test_a_wrong_combination_cannot_be_chosen(name, head_size, gpu, ring, says):
 @pytest.mark.parametrize("name", ["flash-attn", "flash-attn-4"])
 def test_a_package_is_installed_for_the_python_of_the_ranks(name):
     refusal = why_unavailable(name, "cuda", torch.bfloat16, 128, [(9, 0)])
-    assert refusal and f"is not installed; run: {install_command([name])}, or set" in refusal
+    package = KERNELS[name].package
+    assert package.partition("==")[0] == name
+    assert refusal and f"is not installed; run: {install_command([package])}, or set" in refusal
 
 
 def test_every_choice_is_explained_in_one_line():
