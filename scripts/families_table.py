@@ -6,15 +6,16 @@ of README.md and the full one of docs/models.md.
 Prints both; --write puts each into its page. A test compares pages and tables.
 """
 
-import json
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/support")]
 import diffusers
 from page_parts import Part, markdown
+from tiny import DISTANCES, GOLDEN, facts
+from variants import GOLDENS, described
 
 from backend import models
 from backend.models.family import Family
@@ -31,18 +32,23 @@ FULL_HEAD = (
 )
 
 
+def golden_shapes() -> dict[str, dict[str, list[int]]]:
+    """Golden family (tests/golden) or golden variant (tests/golden/variants) -> shapes of its checkpoint."""
+    plain = {path.stem: facts(path.stem) for path in sorted(GOLDEN.glob("*.json"))}
+    variants = {path.stem: described(path.stem) for path in sorted(GOLDENS.glob("*.safetensors"))}
+    return {name: each["shapes"] for name, each in (plain | variants).items()}
+
+
 def golden_files() -> dict[str, list[str]]:
-    """Family -> names of the golden files (tests/golden) whose checkpoint it is, and how far the farthest of
-    their latents is (golden_distances.json)."""
+    """Family -> golden families and variants whose checkpoint it is, and how far the farthest of their
+    latents is (golden_distances.json)."""
     files: dict[str, list[str]] = {}
-    distances = json.loads((ROOT / "tests/golden_distances.json").read_text())
-    for path in sorted((ROOT / "tests/golden").glob("*.json")):
-        shapes = json.loads(path.read_text())["shapes"]
+    for golden, shapes in golden_shapes().items():
         names = [family.name for family in models.FAMILIES.values() if family.layout.keys(shapes) is not None]
         if not names:
             continue
-        largest = max(distance for case, distance in distances.items() if case.split("__")[0] == path.stem)
-        files.setdefault(names[0], []).append(f"{path.stem} ({largest:.0e})")
+        largest = max(distance for case, distance in DISTANCES.items() if case.split("__")[0] == golden)
+        files.setdefault(names[0], []).append(f"{golden} ({largest:.0e})")
     return files
 
 

@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/support")]
 import torch
 from families import CASES, golden, to_vae_units
 from tiny import FLUX_CASES, error_in_std, golden_request, write_checkpoint
+from variants import GOLDENS, golden_variant, write
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -26,9 +27,15 @@ DISTANCES = ROOT / "tests/golden_distances.json"
 
 
 def distance(name: str, folder: Path) -> float:
-    """Of the case FAMILY__CASE."""
-    (family, case), engine = name.split("__"), Engine(ParallelConfig(), mesh.single())
-    engine.load("tiny", str(write_checkpoint(folder / f"{family}.safetensors", family)), "default")
+    """Of the case FAMILY__CASE, or of a variant."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    family, _, case = name.partition("__")
+    path = folder / f"{family}.safetensors"
+    written = write_checkpoint(path, family) if case else write(path, name)
+    engine.load("tiny", str(written), "default")
+    if not case:
+        sample, latent = golden_variant(name)
+        return error_in_std(engine.sample(sample, Callbacks())[0], latent)
     sample, latent = golden_request(case) if family == "flux-dev" else golden(name)
     samples, _ = engine.sample(sample, Callbacks())
     return error_in_std(to_vae_units(family, samples, sample.latent_shapes), latent)
@@ -42,7 +49,8 @@ def rounded_up(x: float) -> float:
 
 def main():
     torch.set_num_threads(1)
-    names = sorted([*CASES, *(f"flux-dev__{case}" for case in FLUX_CASES)])
+    golden_variants = (path.stem for path in GOLDENS.iterdir())
+    names = sorted([*CASES, *(f"flux-dev__{case}" for case in FLUX_CASES), *golden_variants])
     known = {} if "--all" in sys.argv[1:] else json.loads(DISTANCES.read_text())
     with tempfile.TemporaryDirectory() as folder:
         found = {name: known.get(name) or rounded_up(distance(name, Path(folder))) for name in names}

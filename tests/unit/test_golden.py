@@ -11,6 +11,7 @@ from tiny import (
     to_vae_units,
     write_checkpoint,
 )
+from variants import GOLDENS
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
@@ -29,7 +30,8 @@ def engine(tmp_path_factory):
 
 def test_no_golden_case_is_missing():
     """Cases are the files that are there: one that is gone, or of another name, would be tested no more."""
-    assert {*CASES, *(f"flux-dev__{case}" for case in FLUX_CASES)} == DISTANCES.keys()
+    golden_variants = {path.stem for path in GOLDENS.iterdir()}
+    assert {*CASES, *(f"flux-dev__{case}" for case in FLUX_CASES), *golden_variants} == DISTANCES.keys()
 
 
 @pytest.mark.parametrize("case", FLUX_CASES)

@@ -12,7 +12,7 @@ from families import golden, model_call, to_vae_units
 from live_memory import survivors_of
 from ranks.flux_requests import shortened
 from sharded_calls import call_as_sharded
-from tiny import as_folder, error_in_std, write_checkpoint
+from tiny import as_folder, error_in_std, is_known_distance, write_checkpoint
 from tolerance import assert_ulps
 from variants import GOLDENS, VARIANTS, golden_variant, request, write
 
@@ -76,7 +76,8 @@ def test_golden_variant(name, tmp_path):
     engine.check_sample(sample)
     survivors = survivors_of({name: sample.tensors[name] for name in sample.tensors if "." in name})
     samples, _ = engine.sample(sample, Callbacks())
-    assert error_in_std(samples, want) < 1e-4
+    error = error_in_std(samples, want)
+    assert error < 1e-4 and is_known_distance(name, error)
     assert survivors()  # as long as the request is there
     del sample
     assert survivors() == []
