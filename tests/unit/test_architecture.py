@@ -3,11 +3,12 @@
 import ast
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 
 import pytest
-from source_files import ROOT, SOURCES, assigned, complexity, functions, lines, python_files
+from source_files import ROOT, SOURCES, assigned, complexity, lines, python_files
+from source_imports import REGISTRY, all_imports, facts, imports, registered, under
 
 #: Rooms from bottom to top: files of a room import rooms above it in this list alone. A room is a folder, or
 #: a file at the top of the backend.
@@ -106,91 +107,25 @@ COLLECTIVES = (
     "backend.sampling.step_loop",
     "backend.worker",  # torchrun's record of errors
 )
-#: Imports every family's file by its name.
-REGISTRY = "backend.models"
+#: These rooms name families: what a family is, and from which files and keys it is recognised.
+NAMING = ("backend.models", "backend.loading")
+#: All that solvers know of the sampling around them.
+OF_SOLVERS = ("backend.sampling.solvers", "backend.sampling.prediction")
+#: Pairs of files that import each other: the second names a type of the first, where types are checked alone.
+CIRCLES = {
+    ("backend.loading.checkpoint", "backend.loading.weight_loading"),
+    ("backend.quantization.packed_weight", "backend.quantization.kernels"),
+    ("backend.serving.server", "backend.serving.job_queue"),
+}
 #: Limits of a file and of a function, at 110 columns.
 FILE_LINES, FUNCTION_LINES, COMPLEXITY, FAMILY_LINES = 350, 50, 12, 40
 #: Files and functions over a limit -> why. An entry that is not needed any more fails.
 EXCEPTIONS: dict[str, str] = {}
 
 
-def registered() -> list[str]:
-    """The files that the registry of families imports by their names, all of them, in its order."""
-    values = assigned(SOURCES[REGISTRY])
-    assert ast.unparse(values["MODULES"]) == "[import_module(f'.{name}', __name__) for name in NAMES]"
-    text, _, rest = ast.unparse(values["NAMES"]).rpartition(".")
-    assert rest == "split()"
-    return ast.literal_eval(text).split()
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the rules ask of a file. imports: every module that it imports, by full name; at_start: when it is
-    imported itself; absolute: packages that it does not name by dots. functions: NAME or CLASS.NAME of all
-    that are in no other one -> lines, complexity."""
-
-    imports: frozenset[str]
-    at_start: frozenset[str]
-    absolute: frozenset[str]
-    functions: dict[str, tuple[int, int]]
-
-
-@cache
-def facts(module: str) -> Facts:
-    """Read a file once for all tests. Its tree, which is large, goes."""
-    tree = ast.parse(SOURCES[module].read_text())
-    return Facts(
-        imports=_imported(module, ast.walk(tree)),
-        at_start=_imported(module, tree.body),
-        absolute=_absolute(tree),
-        functions={name: (lines(node), complexity(node)) for name, node in functions(tree).items()},
-    )
-
-
-def imports(module: str) -> frozenset[str]:
-    return facts(module).imports
-
-
-def _imported(module: str, nodes) -> frozenset[str]:
-    found = {f"{REGISTRY}.{name}" for name in registered()} if module == REGISTRY else set()
-    package = module.split(".")[: None if SOURCES[module].name == "__init__.py" else -1]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            names = {f"{base}.{alias.name}" for alias in node.names}
-            found |= {name for name in names if name in SOURCES or not base.startswith(("backend", "nodes"))}
-            found |= set() if names <= SOURCES.keys() else {base}
-    return frozenset(found - {""})
-
-
-def _absolute(tree: ast.Module) -> frozenset[str]:
-    """The packages that a file imports by their own names, anywhere in it."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(str(node.module))
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return frozenset(name.partition(".")[0] for name in found)
-
-
 def test_imports_within_the_pack_are_relative():
     """ComfyUI imports the pack under its folder's name: there is no ``backend`` there, as in tests."""
     assert not {module for module in SOURCES if facts(module).absolute & {"backend", "nodes"}}
-
-
-def all_imports(module: str) -> set[str]:
-    """Every module that comes with a file: what it imports, what that imports, and their packages."""
-    found: set[str] = set()
-    fresh = {module}
-    while fresh:
-        found |= fresh
-        parents = {".".join(name.split(".")[:-1]) for name in fresh}
-        fresh = (parents | {each for name in fresh & SOURCES.keys() for each in imports(name)}) - found - {""}
-    return found
 
 
 def room(module: str) -> str:
@@ -199,10 +134,6 @@ def room(module: str) -> str:
     if parts[0] == "backend":
         return ".".join(parts[:2])
     return ".".join(parts[:2]) if ".".join(parts[:2]) in LAYERS else parts[0]
-
-
-def under(module: str, packages) -> bool:
-    return any(module == package or module.startswith(package + ".") for package in packages)
 
 
 def arrows() -> dict[tuple[str, str], set[tuple[str, str]]]:
@@ -268,11 +199,12 @@ def test_collectives_live_in_their_rooms(module):
     assert not [m for m in imports(module) if under(m, ["torch.distributed"])]
 
 
-@pytest.mark.parametrize("module", [m for m in SOURCES if under(m, ["backend.parallel"])])
-def test_parallel_methods_name_no_family(module):
+@pytest.mark.parametrize("module", [m for m in SOURCES if under(m, ["backend"]) and not under(m, NAMING)])
+def test_the_engine_names_no_family(module):
     body = ast.parse(SOURCES[module].read_text()).body
     code = "\n".join(ast.unparse(node) for node in body if not isinstance(node, ast.Expr)).lower()
-    assert not [family for family in FAMILY_FILES if f"{family}." in code or f"'{family}'" in code]
+    names = [family for family in FAMILY_FILES if f"{family}." in code or f"'{family}'" in code]
+    assert not [*names, *(family for family in FAMILY_FILES if f"'{family.replace('_', '-')}'" in code)]
 
 
 FAMILY_FILES = {
@@ -280,6 +212,28 @@ FAMILY_FILES = {
     for path in sorted((ROOT / "backend/models").glob("*.py"))
     if re.search(r"^FAMILY\b", path.read_text(), re.MULTILINE)
 }
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if under(m, ["backend.models.common"])])
+def test_what_families_share_knows_none_of_them(module):
+    families = {f"{REGISTRY}.{name}" for name in FAMILY_FILES}
+    assert not imports(module) & {*families, REGISTRY}
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if under(m, ["backend.sampling.solvers"])])
+def test_solvers_know_predictions_alone(module):
+    assert not [m for m in imports(module) if under(m, ["backend.sampling"]) and not under(m, OF_SOLVERS)]
+
+
+def test_files_import_each_other_in_no_circle():
+    """But for CIRCLES, of which one arrow is there for a type alone."""
+    arrows_left = {module: set(imports(module)) & SOURCES.keys() - {module} for module in SOURCES}
+    for first, second in CIRCLES:
+        assert first in imports(second) and first not in facts(second).at_start
+        arrows_left[second].remove(first)
+    order = TopologicalSorter(arrows_left)
+    order.prepare()  # raises CycleError, which names the files
+    assert order.is_active()
 
 
 @pytest.mark.parametrize("name", FAMILY_FILES)
