@@ -28,7 +28,7 @@ from .key_layout import IN_OUT, Layout, blocks_of, rope_axes, under
 
 def _parts(linear, embedding, first_embedding, parts):
     """Return so many ``parts`` (B, D) of the modulation by the request's timestep, and by the first frame's.
-    A cached layer answers for the first frame's timestep through ``second``."""
+    A cached layer returns the first frame's modulation through ``second``."""
     first = getattr(linear, "second", linear)
     made = (linear(F.silu(embedding)), first(F.silu(first_embedding)))
     return [each.chunk(parts, dim=1) for each in made]

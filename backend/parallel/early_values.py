@@ -40,7 +40,7 @@ QUERY_OF = {"to_v": "to_q", "to_value": "to_query", "add_v_proj": "add_q_proj", 
 
 
 class ValueHook(Protocol):
-    """What value layers ask and tell: attention_hook.Attention, which imports this module."""
+    """What value layers ask and report: attention_hook.Attention, which imports this module."""
 
     @property
     def sends_values(self) -> bool: ...
@@ -94,7 +94,7 @@ class ValueLayer:
         return (args[0][..., :0, :],)
 
     def after(self, layer: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        """Note values as they are made, early or in the block's own call; answer that one with early ones."""
+        """Note values as they are made, early or in the block's own call; return early ones there."""
         if torch.compiler.is_compiling():
             return None
         if self.x is None:

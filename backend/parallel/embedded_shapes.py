@@ -54,4 +54,4 @@ class ShapeLayer(CachedLayer):
 
     @property
     def bytes(self) -> int:
-        return sum(answer.untyped_storage().nbytes() for answer in self.known.values())
+        return sum(output.untyped_storage().nbytes() for output in self.known.values())

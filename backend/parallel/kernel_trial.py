@@ -111,11 +111,11 @@ def _tried(name: str, q: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[float
     wanted, wanted_sums = _wanted(q, k, v, scale)
     with activated(name):
         # with the log-sum-exp last: sums are its
-        answers = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
-    if any(isinstance(answer, Tensor) for answer in answers):  # which would unpack into its samples
+        results = [call(q, k, v, scale, each) for each in ([False, True] if lse else [False])]
+    if any(isinstance(result, Tensor) for result in results):  # which would unpack into its samples
         raise ValueError("it returns a tensor, not a pair of output and log-sum-exp")
-    error = _error([out for out, _ in answers], wanted)
-    return error, _wrong_sums(answers[-1][1], wanted_sums) if lse else ""
+    error = _error([out for out, _ in results], wanted)
+    return error, _wrong_sums(results[-1][1], wanted_sums) if lse else ""
 
 
 def _wanted(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

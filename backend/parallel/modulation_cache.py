@@ -64,14 +64,14 @@ class CurrentCall:
 
 
 class CachedLayer(nn.Module):
-    """Returns cached answers in the place of ``layer``.
+    """Returns cached outputs in the place of ``layer``.
 
     kind: "modulation" or "step" (once an evaluation), "prompt" or "shape" (once a request). shared: what is
     computed ahead holds for all samples of a batch. table: modulation computed ahead, (rows, features).
-    known: (prompt, samples, which call of a forward) -> the answer.
+    known: (prompt, samples, which call of a forward) -> the output.
     """
 
-    keeps_answers = True
+    caches_outputs = True
 
     def __init__(self, layer: nn.Module, kind: str, current: CurrentCall, shared: bool = False):
         super().__init__()
@@ -104,14 +104,14 @@ class CachedLayer(nn.Module):
         return self.known[key]
 
     def _forget_other_spans(self, context: StepContext):
-        """Forget answers to the same samples in other spans: a pipeline takes them one by one or at once."""
+        """Forget outputs for the same samples in other spans: a pipeline takes them one by one or at once."""
         for prompt, span, call in [*self.known]:
             if context.regroups(prompt, span):
                 del self.known[prompt, span, call]
 
     @partial(opaque, suffix=SECOND)
     def second(self, x: Tensor) -> Tensor:
-        """Return the layer's answer to ``x``, a call's second embedding (LayerCache.modulate_ahead)."""
+        """Return the layer's output for ``x``, a call's second embedding (LayerCache.modulate_ahead)."""
         context = self.current.context
         if self.table is None or context is None:
             return self.layer(x)
@@ -120,12 +120,12 @@ class CachedLayer(nn.Module):
     @property
     def bytes(self) -> int:
         tensors = [] if self.table is None else [self.table]
-        for answer in self.known.values():
-            tensors += answer if isinstance(answer, tuple) else (answer,)
+        for output in self.known.values():
+            tensors += output if isinstance(output, tuple) else (output,)
         return sum(tensor.nbytes for tensor in tensors)
 
     def store(self, table: Tensor | None):
-        """Cache the answers (rows, features) to the rows of CurrentCall.rows, or (None) forget them."""
+        """Cache the outputs (rows, features) for the rows of CurrentCall.rows, or (None) forget them."""
         COMPUTED[self.kind] += table is not None
         self.table = table
 
@@ -196,16 +196,16 @@ class LayerCache:
         self.most_bytes = 0
 
     def end_request(self):
-        """Answer nothing from the cache until the next request."""
+        """Return nothing from the cache until the next request."""
         self._forget_modulation()
         self.plan = None
         self.current.context = None
-        self.forget_answers()
+        self.forget_outputs()
         for layer in self.layers:
             layer.last = None
 
-    def forget_answers(self):
-        """Forget what layers have answered but modulation that is computed ahead."""
+    def forget_outputs(self):
+        """Forget what layers have returned, except modulation that is computed ahead."""
         for layer in self.layers:
             layer.known.clear()
 
@@ -219,7 +219,7 @@ class LayerCache:
 
     @contextmanager
     def before_steps(self, context: StepContext) -> Iterator[None]:
-        """Answer from the cache in a call before the steps, of an evaluation's embedding alone."""
+        """Return cached outputs in a call before the steps, of an evaluation's embedding alone."""
         self._forget_step()
         self.current.context = context
         try:
@@ -316,9 +316,9 @@ class LayerCache:
         widths = [[layer_features(cached.layer) for cached in layers] for layers in self.hosted_elsewhere]
         shapes = [(len(inputs), sum(features)) for features in widths]
         received = comm.all_to_all(sent, shapes, self.mesh.pp, "modulation")
-        for answers, features, layers in zip(received, widths, self.hosted_elsewhere):
-            for cached, answer in zip(layers, answers.split(features, dim=-1)):
-                cached.store(answer)
+        for modulation, features, layers in zip(received, widths, self.hosted_elsewhere):
+            for cached, table in zip(layers, modulation.split(features, dim=-1)):
+                cached.store(table)
 
     def _computed(self, layer: nn.Module, inputs: Tensor) -> Tensor:
         """Apply a layer to ``inputs`` (rows, D), with its weights on their device meanwhile."""

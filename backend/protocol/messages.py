@@ -84,10 +84,10 @@ class Arrange:
 class Load:
     """Load the transformer at ``path``, a file or a diffusers folder, unless it is loaded. ``loras``,
     [[path, strength], ...] in order, are checked now and fused when the model is sampled. ``matmul``: how
-    quantized layers multiply (auto, weight only, native). ``autodetected``, ``products``: what rank 0 tells
-    the others (Checkpoint.autodetected; Engine.products); they are not read from clients. ``can_make_room``:
-    ranks on devices where the client can make room; where one likely has too little, the answer is a Failure
-    that says what is lacking."""
+    quantized layers multiply (auto, weight only, native). ``autodetected``, ``products``: what rank 0
+    broadcasts to the others (Checkpoint.autodetected; Engine.products); not read from clients.
+    ``can_make_room``: ranks on devices where the client can make room; where one likely has too little, the
+    answer is a Failure that says what is lacking."""
 
     path: str
     weight_dtype: str = "default"

@@ -181,7 +181,7 @@ def layer(x: Tensor, name: str, features: int) -> Tensor:
     """Call the layer ``name`` of the block that runs; its answer is copied if somebody keeps it."""
     module = RUNNING.layers[name]
     out = module(x)
-    if getattr(module, "keeps_answers", name.endswith(SECOND)):  # the graph may write into what it is given
+    if getattr(module, "caches_outputs", name.endswith(SECOND)):  # the graph may write into what it is given
         return out.clone(memory_format=torch.contiguous_format)
     return _own(out, x)
 

@@ -173,7 +173,7 @@ class OneCall(Denoiser):
     def _hand_over(self, patch: Patch, context: StepContext, output: Tensor | None):
         """Bring outputs to the first stage; forget the samples' prompts, which no others of the call read."""
         super()._hand_over(patch, context, output)
-        self.runner.model.cache.forget_answers()
+        self.runner.model.cache.forget_outputs()
 
     def _collect(self, pending: Pending):
         [output] = self._take(pending).values()

@@ -69,7 +69,7 @@ class LoadedModel:
 
     @property
     def dequantized_every_step(self) -> list[PackedWeight]:
-        """The quantized weights that this rank dequantizes in every step: not those of layers whose answers
+        """The quantized weights that this rank dequantizes in every step: not those of layers whose outputs
         are cached for a request."""
         cached = [layer for layer in self.cache.layers if layer.kind != "step"]
         once = {id(module) for layer in cached for module in layer.modules()}
@@ -201,7 +201,7 @@ class Runner:
         }
         model.cache.modulate_ahead(embeddings, len(latent), self.request.most_samples)
         if len(latent) > 1:  # the steps of a pipeline take samples one by one
-            model.cache.forget_answers()
+            model.cache.forget_outputs()
 
     def _arguments(self, latent: Tensor, context: StepContext) -> dict:
         family = self.model.family

@@ -77,7 +77,7 @@ def test_answers_for_a_whole_batch_do_not_outlive_its_modulation(tmp_path, monke
     assert held[0] > 0 and held[1] == 0
 
 
-def forget_answers(monkeypatch, kind: str):
+def forget_outputs(monkeypatch, kind: str):
     """Have layers of this ``kind`` compute each answer."""
     cached = modulation_cache.CachedLayer.forward
     monkeypatch.setattr(
@@ -113,7 +113,7 @@ def test_keys_and_values_of_the_prompt_are_computed_once_a_request(
     samples, _ = engine.sample(sample, Callbacks())
     blocks = sum(len(model.transformer.get_submodule(name)) for name in model.family.blocks.lists)
     assert modulation_cache.COMPUTED["prompt"] == 2 * (blocks * layers + before)
-    forget_answers(monkeypatch, "prompt")
+    forget_outputs(monkeypatch, "prompt")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
 
 
@@ -141,7 +141,7 @@ def test_faces_are_encoded_once_a_request(tmp_path, monkeypatch):
     samples, _ = engine.sample(sample, Callbacks())
     pieces = math.ceil(sample.tensors["positive.face_pixel_values"].shape[2] / wan_animate.FACES_AT_ONCE)
     assert pieces > 1 and calls == {"motion_encoder": pieces * len(SIDES), "face_encoder": len(SIDES)}
-    forget_answers(monkeypatch, "prompt")
+    forget_outputs(monkeypatch, "prompt")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
 
 
@@ -174,7 +174,7 @@ def test_embedders_of_the_timestep_run_once_an_evaluation(family, layers, tmp_pa
     # modulation is computed ahead of the steps, with embeddings of its own
     asked = 1 + bool(modulation_cache.COMPUTED["modulation"])
     assert modulation_cache.COMPUTED["step"] == len(SIDES) * evaluations * layers * asked
-    forget_answers(monkeypatch, "step")
+    forget_outputs(monkeypatch, "step")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
 
 

@@ -41,7 +41,7 @@ def simulate(engine, case="euler_simple", **changes):
 
 
 def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(patch, synchronous result of its rows): a patch step after a synchronous step on the same latent."""
+    """(patch, synchronous result of its tokens): a patch step after a synchronous step on the same latent."""
     model = engine.models["tiny"]
     sample = replace(golden_request("euler_simple")[0], num_pipeline_patch=count)
     built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
@@ -53,17 +53,17 @@ def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         calls.begin_evaluation(1, 0.0)
         return [
             (
-                calls.run(x, sigma, StepContext("positive", 1, items, rows.image, with_text=index == 0)),
-                whole[:, rows.image.indices],
+                calls.run(x, sigma, StepContext("positive", 1, items, patch.image, with_text=index == 0)),
+                whole[:, patch.image.indices],
             )
-            for index, rows in enumerate(patches(SequenceLengths(12, 64, "first"), count))
+            for index, patch in enumerate(patches(SequenceLengths(12, 64, "first"), count))
         ]
 
 
 @pytest.mark.parametrize("count", [2, 4, 7])
 def test_patches_of_the_same_latent_equal_the_whole(engine, count):
-    """With buffers that hold every row of this very latent, each patch must give the synchronous result, of
-    fewer rows: to rounding.
+    """With buffers that hold every token of this very latent, each patch must give the synchronous result, of
+    fewer tokens: to rounding.
     """
     for part, whole in same_latent(engine, count):
         assert_ulps(part, whole, BLOCKS)
@@ -155,8 +155,8 @@ def test_nothing_survives_a_request_that_fails_in_a_block(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
-def test_every_token_row_is_computed_once_a_step(engine, count, monkeypatch):
-    """Text rides with patch 0 only: a step costs image + text rows, however many patches there are."""
+def test_every_token_is_computed_once_a_step(engine, count, monkeypatch):
+    """Text rides with patch 0 only: a step costs image + text tokens, however many patches there are."""
     seen = []
     attend = Attention._within_sequence
 

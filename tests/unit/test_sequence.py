@@ -1,4 +1,4 @@
-"""Patches and shards cover every row once, at any size."""
+"""Patches and shards cover every token once, at any size."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from backend.parallel.sequence import SequenceLengths, TokenShards, patches, who
 @pytest.mark.parametrize("position", ["first", "last", None])
 def test_patches_cover_the_sequence(text, image, count, sp, position):
     sequence = SequenceLengths(text if position else 0, image, position)
-    rows = torch.cat([p.positions("joint") for p in patches(sequence, count, 0, sp)])
-    assert rows.sort().values.equal(torch.arange(sequence.joint))
+    positions = torch.cat([p.positions("joint") for p in patches(sequence, count, 0, sp)])
+    assert positions.sort().values.equal(torch.arange(sequence.joint))
 
 
 @pytest.mark.parametrize("text, image, count", [(512, 4096, 8), (12, 64, 4), (512, 600, 2)])
@@ -77,25 +77,25 @@ def test_positions_put_text_where_the_family_has_it():
     assert own_positions(first, "image").tolist() == [1, 2]
 
 
-def test_every_rank_has_rows_of_every_patch():
+def test_every_rank_has_tokens_of_every_patch():
     """However long the text: blocks that see the latent alone have nothing else."""
-    for rows in patches(SequenceLengths(500, 64, "first"), 4, 0, 3):
-        assert min(len(shard.image) for shard in rows.shards) >= 1
+    for patch in patches(SequenceLengths(500, 64, "first"), 4, 0, 3):
+        assert min(len(shard.image) for shard in patch.shards) >= 1
 
 
 @pytest.mark.parametrize("sp", [1, 2, 3, 4])
-def test_fresh_text_stays_behind(sp):
+def test_per_block_text_is_not_carried(sp):
     shards = [
         whole_sequence(SequenceLengths(11, 8, "last", per_block_text=4), rank, sp) for rank in range(sp)
     ]
-    assert sum(rows.carried_text for rows in shards) == 7
+    assert sum(shard.carried_text for shard in shards) == 7
     assert all(
-        rows.carried_text == len([row for row in own_positions(rows, "text") if row < 7]) for rows in shards
+        shard.carried_text == len([at for at in own_positions(shard, "text") if at < 7]) for shard in shards
     )
 
 
-def test_nested_latents_are_rows_of_one_sequence_and_back():
-    """Video padded to its patch and stereo audio, in the model's order; narrower rows end in zeros."""
+def test_nested_latents_are_tokens_of_one_sequence_and_back():
+    """Video padded to its patch and stereo audio, in the model's order; narrower tokens end in zeros."""
     grid = NestedGrid((TokenGrid((3, 2, 5, 4), (1, 2, 2)), TokenGrid((7, 2, 6), (1, 1, 1))), (1, 0))
     video, audio = torch.randn(2, 3, 2, 5, 4), torch.randn(2, 7, 2, 6)
     packed = torch.cat([video.flatten(1), audio.flatten(1)], dim=1)[:, None]

@@ -3,7 +3,7 @@
 The family is made from the class's signature and from what a shallow copy with random weights does
 (block_trace.py). CFG and data parallelism always work; methods that cut the sequence where every patch run
 alone, against full K/V buffers, equals the full forward (structure.check_cut). The pipeline's scheduler gives
-the meaning of the output; without one it is velocity. One rank tries, and tells the others what it found.
+the meaning of the output; without one it is velocity. One rank tries, and broadcasts what it found.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def unknown(cls: type) -> Family:
 
 @dataclass(frozen=True)
 class Trial:
-    """What running a shallow copy of a class tells, as JSON for the other ranks.
+    """What running a shallow copy of a class shows, as JSON for the other ranks.
 
     timestep: what a time of 0.5 became on its way into the Timesteps layer. heads, head_size: of the first
     attention. blocks: what ``structure`` found; empty where the sequence cannot be cut, for which whole_only
