@@ -57,6 +57,7 @@ class ParallelDiTExtension(ComfyExtension):
         add_routes(PromptServer.instance.routes, questions, actions, (*MISTAKES, BackendError, DeadlineError))
 
     async def get_node_list(self):
+        """Return the pack's nodes."""
         if not self.is_loaded:  # ComfyUI 0.8 and older call this alone
             await self.on_load()
         folder_paths.add_model_folder_path("diffusers", str(DEMO_MODELS))

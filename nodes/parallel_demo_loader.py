@@ -11,6 +11,7 @@ class DemoTextEncoder:
     """What CLIPTextEncode and CLIPTextEncodeFlux ask of a CLIP."""
 
     def tokenize(self, text: str, **options) -> dict:
+        """Return the text itself, under the names of both encoders."""
         return {"l": text, "t5xxl": text}
 
     def encode_from_tokens_scheduled(self, tokens: dict, add_dict: dict | None = None, **options) -> list:

@@ -30,7 +30,7 @@ def gather(
     seconds: float = READY_SECONDS,
     check: Check = nothing,
 ) -> Link:
-    """On machine 0: wait until every other machine has joined, send each ``begin``, and return the link.
+    """Wait, on machine 0, until all others have joined, send each ``begin``, and return the link.
     ``hello``: what must be the same on all, such as versions. Raises BackendError or ConfigError."""
     _check_endpoint(machines)
     _listener(machines.address, machines.link_port - 1, "torchrun").close()
@@ -234,7 +234,7 @@ def _differing(theirs: Any, ours: dict) -> tuple[str, str]:
 
 
 def join(machines: Machines, token: str, hello: dict, seconds: float = READY_SECONDS) -> tuple[Link, dict]:
-    """On another machine: connect to machine 0 and wait until all have joined; return the link and what
+    """Connect another machine to machine 0, and wait until all have joined; return the link and what
     machine 0 says to ``begin``. Raises BackendError or ConfigError."""
     deadline = time.monotonic() + seconds
     said = ""

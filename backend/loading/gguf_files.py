@@ -108,13 +108,16 @@ class GGUFFile:
         return Packed(*stored.quantization, values, (hi - lo) * stored.block, (own,))
 
     def quantization(self, key: str) -> Quantization | None:
+        """Implement Weights.quantization; None too where rows hold no whole blocks."""
         stored = self._stored[key]
         return stored.quantization if stored.has_whole_blocks else None
 
     def is_plain(self, key: str) -> bool:
+        """Implement Weights.is_plain."""
         return self._stored[key].kind in PLAIN
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
+        """Implement Weights.stored_sizes: one tensor, whose scales are in its blocks."""
         stored = self._stored[key]
         if not stored.has_whole_blocks:
             return None

@@ -115,23 +115,28 @@ class QuantizedFiles:
         return torch.bfloat16 if key in self.layers else self.files.dtype(key)
 
     def read(self, key: str, rows=ALL, columns=ALL, dtype: torch.dtype | None = None, device=CPU) -> Tensor:
+        """Implement Weights.read; layers that are quantized are dequantized."""
         layer = self.layers.get(key)
         if layer is None:
             return self.files.read(key, rows, columns, dtype, device)
         return self._packed(layer, rows, columns, device).dequantize(dtype or self.dtype(key))
 
     def packed(self, key: str, rows=ALL, columns=ALL, device=CPU) -> Packed | None:
+        """Implement Weights.packed."""
         layer = self._quantized_matrix(key)
         return None if layer is None else self._packed(layer, rows, columns, device)
 
     def quantization(self, key: str) -> Quantization | None:
+        """Implement Weights.quantization."""
         layer = self._quantized_matrix(key)
         return None if layer is None else Quantization(layer.format, layer.settings)
 
     def is_plain(self, key: str) -> bool:
+        """Implement Weights.is_plain."""
         return key not in self.layers and self._quantized_matrix(key) is None
 
     def stored_sizes(self, key: str, rows: int, columns: Iterable[range]) -> list[StoredSize] | None:
+        """Implement Weights.stored_sizes: the matrix, then its scales."""
         layer = self._quantized_matrix(key)
         if layer is None:
             return None

@@ -204,7 +204,7 @@ REPLACED = {
 
 
 def normed_and_turned(norm, x, tables):
-    """Norm x (B, S, H, D) and turn it by its positions, where there are any; both in one float32 copy."""
+    """Normalize x (B, S, H, D) and turn it by its positions, if there are any; both in one float32 copy."""
     if tables is None:
         return norm(x)
     if torch.compiler.is_compiling():

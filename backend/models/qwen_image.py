@@ -77,6 +77,7 @@ class Rotary(torch.nn.Module):
         self.axes = axes
 
     def table(self, positions):
+        """Compute the table, complex64 (tokens, head size / 2), of ``positions`` (tokens, axes)."""
         parts = []
         for positions_of_axis, size in zip(positions.double().unbind(-1), self.axes):
             numbers = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device)

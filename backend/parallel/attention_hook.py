@@ -65,6 +65,7 @@ class BlockCall:
         return self.tokens.sequence.text_position == "first"
 
     def without_dummy(self, x: Tensor, dim: int) -> Tensor:
+        """Return ``x`` without the dummy token, the first or the last along ``dim``."""
         return x.narrow(dim, int(self.dummy_first), x.shape[dim] - 1)
 
 
@@ -95,11 +96,13 @@ class Attention:
         self.masks = Masks(self.positions)
 
     def install(self):
+        """Replace torch's attention and the models' token mixing by this hook, for the whole process."""
         opaque_ops.RUNNING.attention = self
         F.scaled_dot_product_attention = opaque_ops.attention
         self.mixing.install()
 
     def uninstall(self):
+        """Put torch's attention and the models' token mixing back, and forget the call."""
         F.scaled_dot_product_attention = attention_kernels.SDPA
         opaque_ops.RUNNING.attention = None
         opaque_ops.RUNNING.text = None

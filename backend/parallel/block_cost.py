@@ -67,6 +67,7 @@ class LayerTokens:
     divided: str = ""
 
     def count(self, image: int, text: int, latents: Latents) -> int:
+        """Count the tokens that pass the layer, of ``image``, ``text`` and each of ``latents``."""
         own = latents[self.latent] if self.latent else image
         return self.image * own + self.text * text
 

@@ -36,6 +36,7 @@ class BlockStructure:
 
     @classmethod
     def of(cls, transformer: nn.Module, family: Family) -> "BlockStructure":
+        """Find which blocks take joined streams, and which earlier block's output each takes too."""
         joined: list[bool] = []
         entry = 0
         for name, kind in family.blocks.lists.items():
@@ -75,6 +76,7 @@ class BlockStructure:
 
 
 def block_list(transformer: nn.Module, name: str) -> nn.ModuleList:
+    """Return the transformer's list of blocks of this name."""
     blocks = transformer.get_submodule(name)
     assert isinstance(blocks, nn.ModuleList), "a family names lists of blocks"
     return blocks

@@ -36,6 +36,7 @@ WAIT_CLOCK = WaitClock()
 
 
 def count(mechanism: str, size: int):
+    """Add ``size`` bytes to what this rank has sent by ``mechanism``."""
     if size:
         SENT[mechanism] += size
 
@@ -165,6 +166,7 @@ def begin_all_reduce(x: Tensor, axis: Axis, mechanism: str) -> Callable[[], Tens
 
 
 def all_reduce_max(x: Tensor, axis: Axis, mechanism: str) -> Tensor:
+    """Return the largest of every rank's ``x`` over ``axis``, by element, in its dtype; the same on each."""
     wide = x.float()  # of which every backend knows the maximum
     with WAIT_CLOCK:
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=axis.group)
@@ -266,6 +268,7 @@ class Pipe:
         self.taken = None
 
     def drain(self):
+        """Receive all that was posted for, and wait until all that was sent has left."""
         while self.posted:
             self.take()
         for work, _ in self.sending:

@@ -45,7 +45,9 @@ class ValueHook(Protocol):
     @property
     def sends_values(self) -> bool: ...
 
-    def note_values(self, index: int, count: int, made: Tensor): ...
+    def note_values(self, index: int, count: int, made: Tensor):
+        """Note the values ``made`` by the layer ``index`` of a group of ``count``."""
+        ...
 
 
 @dataclass
@@ -66,6 +68,7 @@ class ValueLayer:
     made: Tensor | None = None
 
     def watch(self, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
+        """Hook the layer, and the query layer of the same input among ``modules``; return the hooks."""
         layer = modules[self.name]
         handles = [layer.register_forward_pre_hook(self.before), layer.register_forward_hook(self.after)]
         parent, _, leaf = self.name.rpartition(".")
@@ -75,6 +78,7 @@ class ValueLayer:
         return handles
 
     def before_query(self, query: nn.Module, args: tuple):
+        """Compute the values before the query layer runs, where they travel alone."""
         if torch.compiler.is_compiling():
             return
         self.x = None  # of a block that has failed

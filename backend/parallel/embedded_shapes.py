@@ -24,6 +24,7 @@ class ShapeOnly(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "ShapeOnly":
+        """Make a tensor of the shape of ``tensor`` that holds one number."""
         return tensor.new_zeros(1).expand(tensor.shape).as_subclass(cls)
 
 

@@ -71,6 +71,7 @@ def reshard(transformer: nn.Module):
 
 
 def held_bytes(parameter: nn.Parameter) -> int:
+    """Count the bytes of ``parameter`` that this rank holds: its own rows' where it is sharded."""
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return own.numel() * own.element_size()
 

@@ -85,9 +85,11 @@ class Kernel:
         return self.build or f"run: {install_command([self.package])}"
 
     def has_head(self, size: int) -> bool:
+        """Return whether it runs on heads of ``size`` features."""
         return size in (self.head_sizes or range(self.multiple, self.head_size + 1, self.multiple))
 
     def has_gpu(self, gpu: Capability) -> bool:
+        """Return whether it runs on GPUs of this compute capability."""
         return any(first <= gpu <= last for first, last in self.gpus)
 
     @property
@@ -243,6 +245,7 @@ KERNELS = {
 
 
 def kernel_of(name: str) -> Kernel:
+    """Return the kernel of this name; torch's for "auto"."""
     return KERNELS[TORCH if name == "auto" else name]
 
 

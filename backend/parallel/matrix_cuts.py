@@ -71,11 +71,13 @@ class Runs:
     units: tuple[int, ...] = ()
 
     def spans(self, axis: Axis | None) -> tuple[Span, ...]:
+        """Return this rank's span of each run, in the order of the runs; the whole runs without ``axis``."""
         starts = accumulate(self.widths, initial=0)
         units = self.units or (1,) * len(self.widths)
         return tuple(_piece(*run, axis) for run in zip(starts, self.widths, units))
 
     def sizes(self, axis: Axis) -> tuple[int, ...]:
+        """Count the features that each rank of ``axis`` holds of all runs."""
         return tuple(sum(map(len, self.spans(replace(axis, rank=rank)))) for rank in range(axis.size))
 
     def edges(self, axis: Axis) -> tuple[int, ...]:
@@ -103,6 +105,7 @@ class Cut:
     exchanges: bool = False
 
     def shard(self, mesh: Mesh) -> Shard:
+        """Return this rank's piece of the weight on ``mesh``, and the collectives of its layer."""
         rows_axis: Axis | None = getattr(mesh, self.rows.over) if self.rows.over else None
         columns_axis: Axis | None = getattr(mesh, self.columns.over) if self.columns.over else None
         outputs = self.rows.spans(rows_axis)
@@ -182,6 +185,7 @@ def head_groups(modules: Iterable[nn.Module]) -> int:
 
 
 def has_layer(module: nn.Module, names: Iterable[str]) -> bool:
+    """Return whether ``module`` has a child of one of these names."""
     # most modules are layers themselves, which take long to say that they lack a name
     is_layer = next(module.children(), None) is None
     return not is_layer and any(hasattr(module, name) for name in names)

@@ -85,6 +85,7 @@ class CachedLayer(nn.Module):
         self.last: StepContext | None = None
 
     def opaque_width(self) -> int:
+        """Return the features of the layer's output on this rank."""
         return layer_features(self.layer)
 
     @opaque
@@ -191,6 +192,7 @@ class LayerCache:
                 layer.to(self.offload_device)
 
     def begin_request(self):
+        """Forget what the request before has cached and counted."""
         COMPUTED.clear()
         self.end_request()
         self.most_bytes = 0

@@ -123,6 +123,7 @@ class Stage:
             self.pipe.forget_buffers()
 
     def drain(self):
+        """Receive what other stages still send this one, and wait until they have what it sent."""
         if self.pipe:
             self.pipe.drain()
 

@@ -32,6 +32,7 @@ class Span:
         return Span(lo - other.lo, max(lo, min(self.hi, other.hi)) - other.lo)
 
     def moved(self, by: int) -> "Span":
+        """Return the span ``by`` further on."""
         return Span(self.lo + by, self.hi + by)
 
     def overlaps(self, other: "Span") -> bool:
@@ -64,6 +65,7 @@ class SequenceLengths:
     reference: int = 0
 
     def latent_span(self, kind: str) -> Span | None:
+        """Return where the latent of this kind lies among the image tokens; None where there is none."""
         start = 0
         for name, tokens in self.latents:
             if name == kind:
@@ -188,6 +190,7 @@ class TokenShards:
 def whole_sequence(
     sequence: SequenceLengths, sp_rank: int = 0, sp_size: int = 1, shares: tuple[float, ...] = ()
 ) -> TokenShards:
+    """Return the shards of a forward of all tokens, as in warm-up: no patch is cut out."""
     text = Span(0, sequence.text)
     image = Span(0, sequence.image)
     reference = Span(0, sequence.reference)

@@ -8,6 +8,7 @@ from torch import nn
 
 
 def positional_names(block: nn.Module) -> list[str]:
+    """Return the names of the forward's arguments that may be given by position."""
     parameters = inspect.signature(block.forward).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 

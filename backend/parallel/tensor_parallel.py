@@ -53,6 +53,7 @@ class ShardedLinear(nn.Module):
         packed_weight.carry_hooks(linear, self)
 
     def opaque_width(self) -> int:
+        """Return the features of the layer's output on this rank."""
         return self.shard.features
 
     @opaque

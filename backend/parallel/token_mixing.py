@@ -23,6 +23,7 @@ class TokenMixing:
         self.sp = attention.mesh.sp
 
     def install(self):
+        """Have the models mix tokens over the ranks of sequence parallelism, in the whole process."""
         opaque_ops.RUNNING.linear_state = self.linear_state
         token_mixing.linear_state = opaque_ops.state_over_ranks
         token_mixing.with_halo = self.with_halo
@@ -30,6 +31,7 @@ class TokenMixing:
         token_mixing.has_text = self.has_text
 
     def uninstall(self):
+        """Have the models mix tokens on one rank again."""
         opaque_ops.RUNNING.linear_state = None
         for name, function in token_mixing.ALONE.items():
             setattr(token_mixing, name, function)

@@ -106,6 +106,7 @@ class GatheredHeads:
     under_way: list[tuple[Callable[[], Tensor], list[int]]] = field(default_factory=list)
 
     def send(self, out: Tensor):
+        """Begin the all-to-all of the next chunk: ``out`` (B, own heads, all tokens, D)."""
         batch, own, _, size = out.shape
         tokens = self.lengths[self.axis.rank]
         groups = self.groups or self.heads

@@ -178,6 +178,7 @@ class ModelShape:
         return self.rest + sum(block.weights + block.modulation for block in self.blocks)
 
     def as_dict(self) -> dict:
+        """Return the fields for JSON, as ``from_dict`` reads them."""
         return asdict(self)
 
     @classmethod

@@ -50,6 +50,7 @@ class Question:
         return replace(asked, shape=shape, others=others, machine=asked.machine.of_first(ranks), shapes=())
 
     def option(self, plan: ParallelConfig) -> Option:
+        """Estimate seconds and bytes of ``plan``, which may leave the last ranks out."""
         return self.of_first(plan.world_size)._option(plan)
 
     def _option(self, plan: ParallelConfig) -> Option:

@@ -86,6 +86,7 @@ def kitchen() -> tuple[ModuleType | None, str]:
 
 
 def remedy() -> str:
+    """Say how to install or update comfy-kitchen."""
     return f"run {install_command(['comfy-kitchen'], upgrade=True)}"
 
 

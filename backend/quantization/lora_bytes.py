@@ -19,9 +19,11 @@ class LoraBytes(NamedTuple):
 
     @classmethod
     def of_all(cls, every: "Iterable[LoraBytes]") -> "LoraBytes":
+        """Add up the bytes of ``every``, field by field."""
         return cls(*map(sum, zip(cls(), *every)))
 
     def and_of(self, other: "LoraBytes") -> "LoraBytes":
+        """Add the bytes of ``other``, field by field."""
         return self.of_all((self, other))
 
     def on_rank(self, matrices: float) -> float:

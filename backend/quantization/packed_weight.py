@@ -265,6 +265,7 @@ def _low_rank(adapters: Mapping[Hashable, AddedProduct]) -> dict[Hashable, LowRa
 
 
 def quantized(modules: Iterable[nn.Module]) -> list[PackedWeight]:
+    """Return the packed weights in ``modules``."""
     every = chain.from_iterable(module.modules() for module in modules)
     return [each for each in every if isinstance(each, PackedWeight)]
 
@@ -299,6 +300,7 @@ class QuantLinear(nn.Module):
         carry_hooks(linear, self)
 
     def opaque_width(self) -> int:
+        """Return the features of the layer's output on this rank."""
         return self.out_features
 
     @opaque
@@ -342,4 +344,5 @@ def scratch_bytes(device: torch.device) -> int:
 
 
 def free_scratch():
+    """Free the memory of all devices in which weights are dequantized."""
     _SCRATCH.clear()

@@ -277,6 +277,7 @@ class Runner:
         return [note for name, note in self.model.family.conditioning.notes.items() if name in sent]
 
     def drain(self):
+        """Wait until nothing travels between the stages."""
         if self.model.stage:
             self.model.stage.drain()
 

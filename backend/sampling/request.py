@@ -70,6 +70,7 @@ class Request:
         return tuple(name for name in CFG_BRANCHES if name in found)
 
     def prompts_at(self, sigma: Tensor) -> tuple[str, ...]:
+        """Return the names of the prompts that count at ``sigma`` (0-d)."""
         return tuple(name for name, prompt in self.prompts.items() if prompt.counts_at(sigma))
 
     @property
@@ -85,6 +86,7 @@ class Request:
         return [patch.image for patch in patches(whole, self.config.patches, sp_size=self.config.sp_degree)]
 
     def arguments(self, prompt: str, samples: slice) -> dict[str, Tensor]:
+        """Return the model's arguments of ``prompt``, for these samples of the batch."""
         return _arguments_of_samples(self.conditioning[prompt], samples, self.noise.shape[0])
 
     def step_end(self, sigma: Tensor) -> Tensor | None:
@@ -242,6 +244,7 @@ class Inpaint:
 
 
 def problem(request: Request, noise: FreshNoise, span: Span) -> Problem:
+    """Return what a solver is given for the image tokens of ``span``; its noise is (samples, tokens, F)."""
     tokens = span.indices
     return Problem(
         sigmas=request.sigmas,

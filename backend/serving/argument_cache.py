@@ -61,4 +61,5 @@ class ArgumentCache:
         self.clients = {key: cached for key, cached in self.clients.items() if key not in clients}
 
     def clear(self):
+        """Free what is cached for all clients."""
         self.clients.clear()

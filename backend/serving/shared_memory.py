@@ -48,7 +48,7 @@ class SharedBuffer:
         return buffer
 
     def write(self, chunks: list[Tensor]) -> int:
-        """On rank 0: write ``chunks`` (uint8) one after the other and return the body's number, or 0 where it
+        """Write, on rank 0, ``chunks`` (uint8) one after the other; return the body's number, or 0 where it
         does not fit or some rank has not read the last body."""
         size = sum(map(len, chunks))
         if size > MAX_BYTES or any(count != self.sent for count in self._counts()):
@@ -58,7 +58,7 @@ class SharedBuffer:
         return self.sent
 
     def read(self, number: int, size: int) -> Tensor:
-        """On another rank: copy out the body of that number, of ``size`` bytes."""
+        """Copy, on another rank, the body of that number, of ``size`` bytes."""
         body = self.data[:size].clone()
         # a system call, so no earlier read is reordered after it
         os.pwrite(self.file.fileno(), COUNT.pack(number), COUNT.size * self.rank)

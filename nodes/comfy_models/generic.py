@@ -37,9 +37,11 @@ class VaeScaling(comfy.latent_formats.LatentFormat):
         self.deviation = vae.get("latents_std") or 1.0
 
     def process_in(self, latent):
+        """Scale the VAE's latent to the model's."""
         return (latent - _channels(self.mean, latent)) * self.scale_factor / _channels(self.deviation, latent)
 
     def process_out(self, latent):
+        """Scale the model's latent to the VAE's."""
         return latent * _channels(self.deviation, latent) / self.scale_factor + _channels(self.mean, latent)
 
 
@@ -54,6 +56,7 @@ class GenericModel(comfy.model_base.BaseModel):
     """Hands on the parts of a CONDITIONING that the transformer takes, and whatever it has of references."""
 
     def extra_conds(self, reference_latents=None, reference_latents_method=None, **kwargs):
+        """Add those of the conditioning that the model accepts, and its reference latents."""
         conds = super().extra_conds(**kwargs)
         accepted = self.model_config.unet_config["accepted"]
         for key, (name, kind) in ARGUMENTS.items():
@@ -77,6 +80,7 @@ class GenericConfig(comfy.supported_models_base.BASE):
     kind = comfy.model_base.ModelType.FLOW
 
     def get_model(self, state_dict, prefix="", device=None):
+        """Make ComfyUI's model object, without weights."""
         return GenericModel(self, self.kind, device=device)
 
 

@@ -33,6 +33,7 @@ def ltx2_transformer_attributes(config: dict) -> dict:
 
 
 def ltx2(arguments: dict) -> dict:
+    """Return LTX-2's arguments; text that connectors_stand_in marked by one more feature loses it."""
     text = arguments["c_crossattn"]
     frames = arguments.get("generated_keyframes")
     if text.shape[2] % 2:  # connectors_stand_in has marked it

@@ -28,6 +28,7 @@ class Autoencoder(torch.nn.Module):
         return found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
 
     def decode(self, latent: torch.Tensor, **options) -> torch.Tensor:
+        """Return the pixels of ``latent``."""
         return self.vae.decode(latent).sample
 
 

@@ -151,8 +151,8 @@ def spare_models(backend: Backend) -> list[ModelChoice]:
 
 
 def drop_beyond_room(backend: Backend, choice: ModelChoice):
-    """On CPUs nothing parks: free models that the running graph does not load, the least recently used first,
-    until the others are no more than parked weights may be. ``choice`` is about to be used."""
+    """Free models that the running graph does not load, the least recently used first, until the others are
+    no more than parked weights may be: on CPUs nothing parks. ``choice`` is about to be used."""
     spare = [each for each in spare_models(backend) if each != choice]
     sizes = [sum(entry.size for entry in _entries(backend, {each})) for each in spare]
     room = HOST_SHARE * (host_free(swap=False) + sum(sizes))

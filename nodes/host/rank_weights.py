@@ -35,6 +35,7 @@ class ManagerEntry(comfy.model_management.LoadedModel):
     load, and dynamic models yield by themselves."""
 
     def model_unload(self, memory_to_free=None, unpatch_weights=True):
+        """Unload as ComfyUI asks; return False, with the weights back, while a request needs them."""
         self.model.all_go = memory_to_free is not None and math.isclose(memory_to_free, ALL_MODELS)
         gone = super().model_unload(memory_to_free, unpatch_weights)
         if gone and self.model.held:  # a request runs
@@ -43,6 +44,7 @@ class ManagerEntry(comfy.model_management.LoadedModel):
         return gone
 
     def model_offloaded_memory(self):
+        """Return minus the bytes on the device."""
         return -self.model.loaded_size()
 
 
@@ -78,9 +80,11 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
         return self.holders > 0 and not Room.is_making
 
     def loaded_size(self) -> int:
+        """Count the bytes that the ranks hold on their devices."""
         return self.size if self.held else 0
 
     def current_loaded_device(self) -> torch.device:
+        """Return where the weights are."""
         return self.load_device if self.held else self.offload_device
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False) -> int:

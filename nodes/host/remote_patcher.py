@@ -107,6 +107,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
     set_model_optimized_attention = _refusing("another attention function (set attention in Parallel Config)")
 
     def add_object_patch(self, name, obj):
+        """Refuse patches of the transformer's parts, which is on the ranks. Raises RefusedError."""
         if name.endswith(".default_ref_method"):
             raise RefusedError(
                 "Flux KV Cache cannot be used with the MODEL of Parallel Model; take it out, and put Edit "
@@ -118,6 +119,7 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):
         super().add_object_patch(name, obj)
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
+        """Refuse torch.compile, which compiles no rank. Raises RefusedError."""
         if key == "torch.compile":
             _refuse("torch.compile")
         super().add_wrapper_with_key(wrapper_type, key, wrapper)

@@ -67,6 +67,7 @@ class VideoAndAudio(BlockAdapter):
         return tuple(call[name] for name in STREAMS)
 
     def joined(self, latents):
+        """Join the tokens (B, n, F) of video and audio into one tensor (B, N, F)."""
         return join_latents(latents, LATENTS.order)
 
     def divided(self, call, image, tokens):
