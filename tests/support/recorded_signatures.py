@@ -3,6 +3,7 @@ with exactly these. A test compares them with the packages that are installed.""
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ class Recorded:
     module: str
     function: str
     parameters: str
+
+    @property
+    def package(self) -> str:
+        return self.version.partition(" ")[0]
 
     @property
     def signature(self) -> inspect.Signature:
@@ -30,7 +35,8 @@ def parameters_of(function: Callable) -> str:
     """Return names, order, kinds and defaults of a function's parameters."""
     signature = inspect.signature(function)
     untyped = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
-    return str(inspect.Signature(untyped))[1:-1]
+    # torch prints its enumerations as <_ScalingType.TensorWise: 0>; before 2.10 comfy-kitchen has texts
+    return re.sub(r"<\w+\.(\w+): \d+>", r"'\1'", str(inspect.Signature(untyped))[1:-1])
 
 
 def stand_in(recorded: Recorded, body: Callable, results: object = inspect.Signature.empty) -> Callable:
@@ -142,3 +148,44 @@ SAGE_3 = Recorded(
     "sageattn3_blackwell",
     "q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, **kwargs",
 )
+
+#: What rings call, of yunchang/ring/utils.py, and what native products call.
+YUNCHANG = Recorded(
+    "yunchang 0.6.4",
+    "yunchang.ring.utils",
+    "update_out_and_lse",
+    "out, lse, block_out, block_lse, slice_=None",
+)
+COMFY_KITCHEN = [
+    Recorded("comfy-kitchen 0.2.40", module, function, parameters)
+    for module, functions in {
+        "comfy_kitchen": {
+            "int8_linear": "x, weight, weight_scale, bias=None, out_dtype=None, convrot=False, "
+            "convrot_groupsize=256, input_act=None, input_act_weight=None, input_act_eps=0.0, residual=None, "
+            "residual_scale=None",
+            "mm_int8": "a, b",
+            "quantize_int8_rowwise": "x, stochastic_rounding=0",
+            "quantize_per_tensor_fp8": "x, scale, output_type=torch.float8_e4m3fn",
+            "to_blocked": "input_matrix, flatten=True",
+            "quantize_mxfp8": "x, pad_32x=False",
+            "dequantize_mxfp8": "qx, block_scales, output_type=torch.bfloat16",
+            "scaled_mm_mxfp8": "a, b, block_scale_a, block_scale_b, bias=None, out_dtype=None",
+            "quantize_nvfp4": "x, per_tensor_scale, epsilon=0.0, pad_16x=False, hi_first=True",
+            "dequantize_nvfp4": "qx, per_tensor_scale, block_scales, output_type=torch.bfloat16, "
+            "hi_first=True",
+            "scaled_mm_nvfp4": "a, b, tensor_scale_a, tensor_scale_b, block_scale_a, block_scale_b, "
+            "bias=None, out_dtype=None, alpha=None",
+            "list_backends": "",
+            "disable_backend": "name",
+        },
+        "comfy_kitchen.scaled_mm_v2": {
+            "scaled_mm_v2": "input, weight, scale_a, scale_b, bias=None, out_dtype=None, "
+            "scale_recipe_a='TensorWise', scale_recipe_b='TensorWise', swizzle_a='NO_SWIZZLE', "
+            "swizzle_b='NO_SWIZZLE'",
+        },
+        "comfy_kitchen.backends.cuda": {
+            "_int4_linear_via_int8_values": "x_int8, weight_int8, x_scale, weight_scale, bias, out_dtype"
+        },
+    }.items()
+    for function, parameters in functions.items()
+]
