@@ -1,8 +1,8 @@
 """Attention kernels as a table: what each can compute, on which GPUs, and how it is called.
 
-Capabilities are those of the packages' sources: flash_attn_interface.py of flash-attention 2, torch's
-nn/attention/_fa3.py and _fa4.py, sageattention/core.py, sageattn3/api.py. None but torch's was run
-here: of GPUs there was an H200 without the packages.
+Capabilities are those of the packages' sources: flash_attn_interface.py of flash-attn 2.8.3, torch's
+nn/attention/_fa3.py and _fa4.py, core.py of sageattention 2.2.0, api.py and api.cu of sageattn3 1.0.0. None
+but torch's was run here: of GPUs there was an H200 without the packages.
 """
 
 from collections.abc import Callable, Iterator

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from moved_bytes import MovedBytes
+from recorded_signatures import SAGE, SAGE_1
 
 from backend.parallel import attention_kernels as kernels
 from backend.parallel import kernel_table as table
@@ -157,13 +158,13 @@ def test_a_broken_package_names_itself(name, module, package):
 
 
 def test_a_package_that_fits_is_available(package):
-    package("sageattention", "def sageattn(q, k, v, return_lse=False, **kwargs): ...")
+    package("sageattention", f"def sageattn({SAGE.parameters}): ...")
     assert why_unavailable("sage", "cuda", torch.float16, 128, [(8, 6), (12, 0)]) is None
 
 
 def test_version_1_of_sageattention_is_refused(package):
-    """By its signature, which is PyPI's 1.0.6: it has no return_lse and accepts any name."""
-    package("sageattention", "def sageattn(q, k, v, sm_scale=None, smooth_k=True, **kwargs): ...")
+    """By its signature: it has no return_lse and accepts any name."""
+    package("sageattention", f"def sageattn({SAGE_1.parameters}): ...")
     refusal = why_unavailable("sage", "cuda", torch.float16, 128, [(9, 0)]) or ""
     assert "is SageAttention 1, which changes the keys" in refusal and refusal.count(". ") == 0
     assert "build version 2 from github.com/thu-ml/SageAttention" in refusal
