@@ -37,7 +37,7 @@ def wait_readable(backend: Backend):
 
 
 def test_a_warm_run_is_load_then_sample(warm):
-    """What ComfyUI's queue does with an unchanged graph (nodes/host/handle.py, remote_solver.py)."""
+    """As the nodes do with an unchanged graph (test_nodes_messages.py, tests/comfy/test_sent_messages.py)."""
     received = []
 
     def ranks(connection):

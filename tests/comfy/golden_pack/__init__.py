@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from .images import NODES, largest
+from .messages import TestSentMessages
 
 try:
     from comfy.nested_tensor import NestedTensor
@@ -314,5 +315,6 @@ NODE_CLASS_MAPPINGS = {
         TestVision,
         TestNativeModel,
         TestLatentError,
+        TestSentMessages,
     )
 } | NODES

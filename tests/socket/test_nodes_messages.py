@@ -1,0 +1,89 @@
+"""What the nodes' own code sends to warm ranks (nodes/host), on stand-ins for ComfyUI and a fake backend."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_backend import TOKEN, FakeBackend, reply
+from handles_in_numbers import handles
+from without_comfy import HOST, StandIn
+
+from backend.client import measurements
+from backend.client.client import BackendClient
+from backend.config import ParallelConfig
+from backend.protocol import Load, Loaded, Result, Sample, framing
+
+CONFIG = ParallelConfig(device="cpu")
+#: What remote_solver.py imports of ComfyUI besides.
+FURTHER = (
+    *("comfy.conds", "comfy.latent_formats", "comfy.model_sampling", "comfy.patcher_extension"),
+    *("comfy.samplers", "comfy_api", "comfy_api.latest", "comfy_api.latest.io"),
+    *("comfy.cli_args.args", "comfy.cli_args.LatentPreviewMethod"),
+)
+INFO = {
+    "ranks": [{"weight_bytes": 8, "text": ""}],
+    "warnings": [],
+    "device": "cpu",
+    "dtype": "float32",
+    "config": {},
+    "conditioning": ["c_crossattn"],
+}
+LATENT = torch.zeros(1, 16, 4, 4)
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """Modules of nodes/host as handles() has them, with ``remote_solver``."""
+    monkeypatch.setattr(measurements, "HELD", [*measurements.HELD])  # auto_plan.py adds to it
+    with handles() as found:
+        for each in FURTHER:
+            monkeypatch.setitem(sys.modules, each, StandIn(each))
+        for each in FURTHER:
+            parent, _, child = each.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, sys.modules[each])
+        found.remote_solver = importlib.import_module(f"{HOST}.host.remote_solver")
+        family = SimpleNamespace(translate=lambda values: values, zeros={})
+        monkeypatch.setattr(found.remote_solver, "family_named", lambda loaded: family)
+        monkeypatch.setattr(found.remote_solver.one_rank, "path", lambda: tmp_path / "one_rank.json")
+        yield found
+
+
+@pytest.fixture
+def received(host, tmp_path):
+    """The kinds of messages that ranks receive, which the pool has at hand as a backend of CONFIG."""
+    kinds: list[type] = []
+
+    def ranks(connection):
+        while True:
+            kinds.append(type(framing.receive(connection)))
+            done = Result({"seconds": 1.0}, {"samples": LATENT})
+            reply(connection, Loaded("m", "flux", INFO) if kinds[-1] is Load else done)
+
+    fake = FakeBackend(tmp_path)
+    backend = host.pool.Backend(CONFIG, BackendClient(fake.start(ranks), TOKEN))
+    host.pool._backends[CONFIG.topology()] = backend
+    yield kinds
+    host.pool.close_all()
+    fake.close()
+
+
+def queue_sampler(host, dit, seed: int) -> torch.Tensor:
+    """Sample as Parallel Sampler does, whose loop ComfyUI has handed to the ranks."""
+    prompt = SimpleNamespace(process_cond=lambda **_: SimpleNamespace(cond=torch.zeros(1, 3, 8)))
+    conds = {"positive": [{"model_conds": {"c_crossattn": prompt}}]}
+    guider = SimpleNamespace(conds=conds, cfg=1.0)
+    solver = host.remote_solver.RemoteSolver(dit, "euler")
+    sigmas = torch.tensor([1.0, 0.5, 0.0])
+    return solver(None, guider, sigmas, {"seed": seed}, None, LATENT + 1, LATENT, None, True)
+
+
+def test_a_warm_run_sends_load_and_sample(host, received):
+    """The loader's handle is in ComfyUI's cache; the sampler runs again with another seed."""
+    dit = host.handle.load(CONFIG, "/m.safetensors", "default")
+    for seed in (1, 2):
+        received.clear()
+        assert queue_sampler(host, dit, seed).equal(LATENT)
+        assert received == [Load, Sample]
