@@ -32,7 +32,7 @@ import torch
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.parallel import mesh
+from backend.parallel import mesh, modulation_chunks
 from backend.protocol import Sample
 from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
 from backend.runtime.whole_files import replace_file
@@ -88,7 +88,9 @@ def watch(config: ParallelConfig, groups: mesh.Mesh, path: Path, sample: Sample)
         return None
     Watched.waits, Watched.steps = Counter(), 0
     settings = {name: getattr(config, name) for name in ("num_pipeline_patch", "warmup_steps", "wire")}
-    with patch("backend.sampling.runs.Denoiser", Watched):
+    # each evaluation's modulation by itself, so that steps in steady state compute it too
+    one_by_one = patch.object(modulation_chunks, "AHEAD", 1)
+    with patch("backend.sampling.runs.Denoiser", Watched), one_by_one:
         engine.sample(replace(sample, model="model", **settings), Callbacks())
     return {"steps": Watched.steps, "waits": dict(Watched.waits)}
 

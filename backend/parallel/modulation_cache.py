@@ -7,7 +7,7 @@ embeddings that differ: samples, and often prompts, share theirs.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,11 +33,12 @@ COMPUTED: Counter[str] = Counter()
 @dataclass
 class CurrentCall:
     """Which rows of the cached tables belong to the call under way; shared by all cached layers of a model.
-    context: None between requests. rows: (prompt, evaluation computed ahead) -> rows, one a sample."""
+    context: None between requests. rows: (prompt, evaluation computed ahead) -> rows, one a sample.
+    indices: rows -> the same on the device."""
 
     context: StepContext | None = None
-    rows: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
-    indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    rows: Mapping[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    indices: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def take(self, table: Tensor, context: StepContext, prompt: str, shared: bool, count: int) -> Tensor:
         """Return the ``count`` rows of a ``table`` for the samples of ``context``; ``shared``: of its
@@ -51,16 +52,9 @@ class CurrentCall:
                 rows = rows[context.samples]
             if len(set(rows)) == 1:  # no copy; shared rows are not samples, and a model may reshape them
                 return table[rows[0]].expand(len(rows), -1)
-        if rows not in self.indices:
-            self.indices[rows] = torch.tensor(rows, device=table.device)
+        if rows not in self.indices:  # of a part of the samples, as a pipeline takes them one by one
+            return torch.stack([table[row] for row in rows])
         return table[self.indices[rows]]
-
-    def set(self, rows: dict[tuple[str, int], tuple[int, ...]], device: torch.device):
-        """Use other ``rows``, whose indices go to ``device`` in one copy."""
-        self.rows = rows
-        different = list(dict.fromkeys(rows.values()))
-        flat = torch.tensor(list(chain(*different)), device=device)
-        self.indices = dict(zip(different, flat.split([len(each) for each in different])))
 
 
 class CachedLayer(nn.Module):
@@ -253,7 +247,8 @@ class LayerCache:
         for (_, evaluation), embedding in each.items():
             sizes[evaluation] += len(embedding)
         at_once = self._at_once(max(sizes.values()), samples, most_samples)
-        self.plan = ModulationPlan(different, rows, count, at_once)
+        most = embeddings_ahead(self.width, self.dtype.itemsize)
+        self.plan = ModulationPlan(different, rows, count, most, at_once)
         self._compute(self.plan, 0)
 
     def _at_once(self, embeddings: int, samples: int, most_samples: int) -> int:
@@ -281,15 +276,11 @@ class LayerCache:
 
     def _compute(self, plan: ModulationPlan, first: int):
         self._forget_modulation()
-        plan.computed, chosen = plan.chunk(first, embeddings_ahead(self.width, self.dtype.itemsize))
-        places = {row: place for place, row in enumerate(chosen)}
-        rows = {
-            key: tuple(places[row] for row in rows)
-            for key, rows in plan.rows.items()
-            if first <= key[1] < plan.computed
-        }
-        self.current.set(rows, plan.embeddings.device)
-        inputs = F.silu(plan.embeddings[chosen]).to(self.dtype)
+        chunk = plan.chunks[first]
+        plan.computed = chunk.end
+        self.current.rows = chunk.rows
+        self.current.indices = plan.indices
+        inputs = F.silu(plan.embeddings_of(chunk)).to(self.dtype)
         for cached in self.held:
             cached.store(self._computed(cached.layer, inputs))
         if self.hosted:

@@ -100,6 +100,7 @@ class Denoiser:
         self.patches = [Patch(each.span, [each], with_text=each is states[0]) for each in states]
         self._begin()
         self.plan = self._plan()
+        self.ratios = [_ratio(self.plan, index) for index in range(len(self.plan))]
 
     @property
     def planned_calls(self) -> int:
@@ -123,7 +124,6 @@ class Denoiser:
         for index, evaluation in enumerate(self.plan):
             self.callbacks.on_begin(evaluation.step)
             self._broadcast_stop(evaluation)
-            self.runner.begin_evaluation(index, _ratio(self.plan, index))
             self._evaluate(index)
         self._collect_until(None)
         self._drain()
@@ -162,8 +162,10 @@ class Denoiser:
         return prompts, [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
 
     def _evaluate(self, index: int):
+        """Run one evaluation, from its modulation on. In steady state it waits for no device."""
         plan = self.plan
         evaluation = plan[index]
+        self.runner.begin_evaluation(index, self.ratios[index])
         opens = index == 0 or plan[index - 1].step != evaluation.step
         closes = index + 1 == len(plan) or plan[index + 1].step != evaluation.step
         prompts, calls = self._calls(index)

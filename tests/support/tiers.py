@@ -113,6 +113,7 @@ SOME = {
     "unit/test_fuzz.py::test_frames_are_refused_or_accepted": 1,
     "unit/test_launches.py::test_a_step_in_steady_state_waits_for_nothing": 1,
     "unit/test_launches.py::test_nor_does_one_of_many_ranks": 1,
+    "unit/test_steady_state.py::test_modulation_of_a_later_chunk_is_not_waited_for": 2,
     "unit/test_messages.py::test_flux_under_all_hybrids": 2,
     "unit/test_messages.py::test_every_family": 1,
     "unit/test_scaling_page.py::test_describe_counts_what_the_dry_run_does": 2,
