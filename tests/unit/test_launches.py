@@ -20,7 +20,6 @@ import launches_page
 import meta_shapes
 import packed_models
 import released_sizes
-import signatures
 from meta_device import META, meta_device
 from meta_shapes import Mode
 from operation_count import Count
@@ -33,8 +32,8 @@ from backend.quantization.packed_weight import quantized
 from backend.sampling.step_loop import Callbacks
 from backend.serving.progress import Previews
 
-#: Methods of few ranks, and of more: these run the same code with other lengths, which one family of each
-#: signature shows.
+#: Methods of few ranks, and of more: these run the same code with other lengths, of which the fast tier looks
+#: at one family.
 FEW, MANY = ("one rank", "u2", "pp2"), ("u8", "ring 4", "pp8")
 #: A function of diffusers that waits at every step -> what for. It cannot be done once a request, since the
 #: noise level is in it.
@@ -59,9 +58,10 @@ def test_a_step_in_steady_state_waits_for_nothing(family):
     check(family, FEW)
 
 
-@pytest.mark.parametrize("family", signatures.representatives(list(launches.FAMILIES)).values())
+@pytest.mark.parametrize("family", launches.FAMILIES)
 def test_nor_does_one_of_many_ranks(family):
-    """And of tensor parallelism; of real sizes' halves, and of a hybrid, in two families."""
+    """And of tensor parallelism, in one family of each signature; of real sizes' halves, and of a hybrid, in
+    two families."""
     check(family, (*MANY, *counted_methods.further_methods(family)))
 
 
