@@ -1,6 +1,6 @@
 """Every attention kernel on every head size and with a mask: seconds a call, and its distance from torch's.
 
-    python benchmarks/kernels.py [--device cuda] [--kernel NAME] [--json FILE]
+    python benchmarks/kernels.py [--device cuda] [--kernel NAME] [--head-size SIZE ...] [--json FILE]
 
 One call of 8 heads over 4096 tokens in bf16 on a GPU, over 256 in float32 on the CPU. What a kernel cannot
 compute is torch's own, as in the ranks (backend/parallel/kernel_table.py); "own" says whether it was not.
@@ -87,6 +87,7 @@ def main():
     )
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--kernel", choices=KERNELS, help="this one alone")
+    parser.add_argument("--head-size", type=int, nargs="+", choices=HEAD_SIZES, default=HEAD_SIZES)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -94,7 +95,7 @@ def main():
         end_with_parent()
         be_killed_with_parent()
     for kernel in [chosen.kernel] if chosen.kernel else KERNELS:
-        for head_size in HEAD_SIZES:
+        for head_size in chosen.head_size:
             for masked in (False, True):
                 measured = row(kernel, chosen.device, head_size, masked)
                 print(measured, flush=True)

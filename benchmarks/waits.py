@@ -2,12 +2,12 @@
 
     python benchmarks/waits.py [--ranks 2] [--device cuda] [--skip "ring;cfg"] [--json PREFIX]
 
-Every method and tiny family of the doctor runs on real ranks. Families of too few heads or blocks for a
-method have, last, a hybrid of as many ranks, whose name says its degrees. From the second step on each
-synchronizing call is noted with its line. The mode is "warn", not "error": a rank that an error stops leaves
-the others waiting in a collective. On the CPU the same requests run, and there is nothing to find. With
---json each rank writes PREFIX.RANK after every method: a list of {"method", "family", "steps", "waits":
-{"file:line": how often}}.
+Every method and tiny family of the doctor runs on real ranks, with --families these families alone. Families
+of too few heads or blocks for a method have, last, a hybrid of as many ranks, whose name says its degrees.
+From the second step on each synchronizing call is noted with its line. The mode is "warn", not "error": a
+rank that an error stops leaves the others waiting in a collective. On the CPU the same requests run, and
+there is nothing to find. With --json each rank writes PREFIX.RANK after every method: a list of {"method",
+"family", "steps", "waits": {"file:line": how often}}.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -99,27 +99,28 @@ def model_of(folder: Path, family: str) -> Path:
     return folder / f"{family}.safetensors"
 
 
-def write_models(folder: Path):
-    """Write the tiny models, before the ranks start."""
+def write_models(folder: Path, families: Sequence[str] = ()):
+    """Write the tiny models of these families, by default of all, before the ranks start."""
     import doctor_degrees
     import tiny
 
-    for family in doctor_degrees.FAMILIES:
+    for family in families or doctor_degrees.FAMILIES:
         tiny.write_checkpoint(model_of(folder, family), family)
 
 
-def turns(ranks: int, folder: Path) -> list:
-    """Return each method as it is run with its families, as the doctor does, by the models in ``folder``."""
+def turns(ranks: int, folder: Path, families: Sequence[str] = ()) -> list:
+    """Return each method as it is run with its families, as the doctor does, by the models in ``folder``.
+    families: by default all."""
     import doctor_degrees
     import doctor_models
 
-    files = {family: model_of(folder, family) for family in doctor_degrees.FAMILIES}
+    files = {family: model_of(folder, family) for family in families or doctor_degrees.FAMILIES}
     counts = {family: doctor_models.blocks_and_heads(file) for family, file in files.items()}
 
     def refusal(family: str, config: ParallelConfig) -> str:
         return doctor_models.refusal(family, counts[family], config)
 
-    return doctor_degrees.turns(ranks, refusal)[0]
+    return doctor_degrees.turns(ranks, refusal, tuple(files))[0]
 
 
 def rank(
@@ -128,19 +129,20 @@ def rank(
     folder: Path,
     write: Callable[[list[dict]], None],
     skipped: tuple[str, ...] = (),
+    families: Sequence[str] = (),
 ) -> list[dict]:
-    """Watch every family and method but the ``skipped`` ones as this rank; ``write`` gets what was found
-    after each method."""
+    """Watch every method but the ``skipped`` ones as this rank, with these families (default: all); ``write``
+    gets what was found after each method."""
     import doctor_requests
-    import families
+    from families import golden
 
     lines = []
-    for turn in turns(ranks, folder):
+    for turn in turns(ranks, folder, families):
         if turn.name in skipped:
             continue
         groups = mesh.build(turn.config, device)
         for family in turn.families:
-            sample = families.golden(f"{family}__euler_simple")[0]
+            sample = golden(f"{family}__euler_simple")[0]
             batch = doctor_requests.in_batch(sample, max(2, ranks))
             first = sample.tensors["sigmas"][0].item()
             sigmas = {"sigmas": torch.linspace(first, 0, STEPS + 1)}
@@ -168,6 +170,7 @@ def main():
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", help="write PREFIX.RANK")
     parser.add_argument("--skip", default="", help="methods that are not run, separated by ;")
+    parser.add_argument("--families", nargs="+", default=(), metavar="NAME", help="these alone")
     parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.ends_with_stdin:
@@ -175,13 +178,14 @@ def main():
         be_killed_with_parent()
     if not common.spawned():
         with tempfile.TemporaryDirectory(prefix="parallel-dit-waits-") as folder:
-            write_models(Path(folder))
+            write_models(Path(folder), chosen.families)
             common.spawn(__file__, ranks=chosen.ranks, device=chosen.device, model=folder)
     number = os.environ["RANK"]
     path = Path(f"{chosen.json}.{number}") if chosen.json else None
     models = Path(os.environ[common.MODEL_VARIABLE])
     skipped = tuple(chosen.skip.split(";"))
-    lines = rank(chosen.ranks, chosen.device, models, partial(keep, path=path), skipped)
+    write = partial(keep, path=path)
+    lines = rank(chosen.ranks, chosen.device, models, write, skipped, chosen.families)
     if number == "0":
         for line in lines:
             print(line)

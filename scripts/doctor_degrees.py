@@ -1,7 +1,7 @@
 """The degrees of every method that scripts/doctor.py --full runs, and those of a hybrid of as many ranks for
 a model that has too few heads or blocks for a method."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -13,6 +13,8 @@ from backend.config import AXES, ParallelConfig
 
 #: Golden families whose tiny models run: joined text, a video with cross-attention, two streams, a refiner.
 FAMILIES = ("flux-dev", "wan21-t2v", "qwen-image", "z-image-turbo")
+#: Those of shorter forms.
+TELLING = FAMILIES[:2]
 #: Degree -> the degrees that take what a model has too few heads or blocks for, the first that fits. A ring
 #: needs neither.
 OTHERS = {
@@ -87,7 +89,7 @@ class Turn:
 
 
 def turns(
-    ranks: int, refusal: Callable[[str, ParallelConfig], str]
+    ranks: int, refusal: Callable[[str, ParallelConfig], str], families: Sequence[str] = FAMILIES
 ) -> tuple[list[Turn], dict[str, list[str]]]:
     """Return what benchmarks/waits.py runs, in turn, and method -> families that no hybrid of it fits. Every
     method as asked comes first, then the hybrids of families of too few heads or blocks. Degrees that a
@@ -97,7 +99,7 @@ def turns(
     of_hybrids: dict[str, Turn] = {}
     left_out: dict[str, list[str]] = {}
     for name, config in asked.items():
-        for family in FAMILIES:
+        for family in families:
             own, _ = fitting(partial(refusal, family), config)
             if own is None:
                 left_out.setdefault(name, []).append(family)
@@ -109,14 +111,14 @@ def turns(
     return [*as_asked.values(), *of_hybrids.values()], left_out
 
 
-def turns_of(lab: Lab) -> tuple[list[Turn], dict[str, list[str]]]:
+def turns_of(lab: Lab, families: Sequence[str] = FAMILIES) -> tuple[list[Turn], dict[str, list[str]]]:
     """Return what ``turns`` does for the tiny models of a lab."""
-    paths = {family: lab.tiny(family)[0] for family in FAMILIES}
+    paths = {family: lab.tiny(family)[0] for family in families}
 
     def refusal(family: str, config: ParallelConfig) -> str:
         return lab.refusal(paths[family], config)
 
-    return turns(lab.ranks, refusal)
+    return turns(lab.ranks, refusal, families)
 
 
 def in_short(config: ParallelConfig) -> str:

@@ -3,6 +3,7 @@ size, attention in rings, and compiled blocks against eager ones."""
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from doctor_lab import Lab, relative
 from doctor_limits import REAL_SIZE
 from doctor_next import OTHER_METHOD, REPORT
 from doctor_processes import Ended
-from doctor_time import while_time
+from doctor_time import of_form, while_time
 
 from backend.client.cache_files import cache_folder
 from backend.config import CHOICES, ParallelConfig
@@ -23,6 +24,8 @@ from backend.protocol import RefusedError
 
 #: Attention kernels that are timed: all but auto, which is one of them.
 KERNELS = CHOICES["attention"][1:]
+#: What the shorter form has of head sizes: those of most models.
+MOST_HEADS = "heads of 128"
 #: Largest relative distance of a latent from torch's kernel: random weights are sharp.
 LATENT = 0.25
 #: The same of one call: int8 and fp4 kernels round their inputs; others round their outputs to bf16.
@@ -42,9 +45,13 @@ def kernels(lab: Lab) -> Found:
     here: list[str] = []
     yield from findings("kernels", _timed_kernels, lab, wanted, here)
     yield from findings("kernels", in_rings, lab, here, wanted, what="in a ring")
+    from kernels import HEAD_SIZES  # of benchmarks
+
+    sizes = {f"heads of {size}": size for size in HEAD_SIZES}
+    head_sizes = [sizes[name] for name in of_form(lab, sizes, [MOST_HEADS])]
     by_head_size = {f"{kernel} by head size": kernel for kernel in here}
     for what in while_time(lab, by_head_size):
-        yield from findings("kernels", _head_sizes, lab, by_head_size[what], what=what)
+        yield from findings("kernels", _head_sizes, lab, by_head_size[what], head_sizes, what=what)
 
 
 def _timed_kernels(lab: Lab, wanted: torch.Tensor, here: list[str]) -> Found:
@@ -64,8 +71,9 @@ def in_rings(lab: Lab, here: list[str], wanted: torch.Tensor) -> Found:
     if lab.links_failed:
         yield Finding("kernels", WARNING, "not run in rings: the check links failed; see to it first")
         return
-    for kernel in while_time(lab, able):
-        yield from possible("kernels", f"{kernel} in a ring", _in_ring, lab, kernel, wanted)
+    rings = {f"{kernel} in a ring": kernel for kernel in able}
+    for what in while_time(lab, of_form(lab, rings, [])):
+        yield from possible("kernels", what, _in_ring, lab, rings[what], wanted)
 
 
 def _ring_degrees(kernel: str, ranks: int) -> tuple[int, int]:
@@ -111,9 +119,9 @@ def _kernel(lab: Lab, kernel: str, wanted: torch.Tensor) -> Finding:
     return Finding("kernels", status, text, values)
 
 
-def _head_sizes(lab: Lab, kernel: str) -> Found:
+def _head_sizes(lab: Lab, kernel: str, head_sizes: Sequence[int]) -> Found:
     """benchmarks/kernels.py of one kernel, which ends alone where it crashes."""
-    rows, ended = lab.kernel_rows(kernel)
+    rows, ended = lab.kernel_rows(kernel, head_sizes)
     run = [row for row in rows if "seconds" in row]
     failed = [row for row in rows if "failed" in row]
     if run or failed:
@@ -146,14 +154,17 @@ def _cell(row: dict) -> str:
 
 
 def compiled(lab: Lab) -> Found:
-    """Compiled blocks against eager ones, on one rank and over all, whole and sharded, which auto may choose
-    together: seconds a step, those of compiling, latents, notes."""
+    """Compiled blocks against eager ones, on one rank and with what auto may choose of all of them, whole and
+    sharded: seconds a step, those of compiling, latents, notes."""
     configs = {"one rank": ParallelConfig()}
+    telling = ["one rank"]
     if lab.ranks > 1:
         every = methods(lab.ranks)
         configs |= {name: every[name] for name in ("ulysses", "FSDP", "ring")}
+        configs |= {"tp": every["tensor parallel"], "pipefusion": every[f"pipefusion M={lab.ranks}"]}
+        telling = ["ulysses"]
     lab.flux()
-    for name in while_time(lab, configs):
+    for name in while_time(lab, of_form(lab, configs, telling)):
         yield from possible("compiled", name, _compiled, lab, name, configs[name])
 
 

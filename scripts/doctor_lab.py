@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,6 @@ COMPILE_SECONDS = 300.0
 PROBE_SECONDS = 90.0
 #: The same of all head sizes of one kernel.
 KERNEL_SECONDS = 120.0
-#: Of benchmarks/peers.py, of a request of each side.
-OVERHEAD_ROUNDS = 5
 #: Of what a load cost a rank (LoadReport), what findings keep.
 LOADED = ("rank", "seconds", "bytes_read", "weight_bytes", "peak_bytes")
 #: Variables by which cuBLAS, cuDNN and torch compute float32 as such, not in TF32, whose 10 bits of mantissa
@@ -171,13 +169,14 @@ class Lab(Models):
         **how,
     ) -> tuple[float, Run]:
         """Return seconds of one step, by two requests of which one has more ``steps``: what comes before and
-        after steps cancels. Each is timed twice after one that is not, and the faster counts."""
+        after steps cancels. Each is timed twice after one that is not, and the faster counts. The Run is the
+        second of few steps."""
         few, many = steps or self.size.steps
         first = self.run(config, path, request(few), **how)
-        timed = [self.run(config, path, request(steps), **how).seconds for steps in (few, few, many, many)]
-        last = self.run(config, path, request(few), **how)
+        runs = [self.run(config, path, request(steps), **how) for steps in (few, few, many, many)]
+        timed = [run.seconds for run in runs]
         step = max(1e-6, min(timed[2:]) - min(timed[:2])) / (many - few)
-        return step, replace(last, timed=timed, first_notes=first.notes)
+        return step, replace(runs[1], timed=timed, first_notes=first.notes)
 
     def machine(self) -> Machine:
         """Measure rates and links anew: cached ones of this machine may be of better days. Ranks that start
@@ -198,33 +197,35 @@ class Lab(Models):
             nccl_settings.save_way(os.environ, ranks, way, measured.links_pass)
         return measured
 
-    def waits(self, skipped: list[str]) -> tuple[list[dict], Ended]:
-        """Run benchmarks/waits.py on as many ranks, without the ``skipped`` methods; return what they found,
-        and how it ended."""
+    def waits(self, skipped: list[str], families: Sequence[str]) -> tuple[list[dict], Ended]:
+        """Run benchmarks/waits.py of these families on as many ranks, without the ``skipped`` methods; return
+        what they found, and how it ended."""
         prefix = self.folder / "waits"
         options = ["--ranks", self.ranks, "--json", prefix, "--skip", ";".join(skipped)]
+        options += ["--families", *families]
         ended = self._benchmark("waits.py", 2 * RUN_SECONDS, *options)
         files = [Path(f"{prefix}.{rank}") for rank in range(self.ranks)]
         return [run for file in files if file.exists() for run in json.loads(file.read_text())], ended
 
-    def overhead(self, model: Path, has_compiled: bool) -> tuple[dict, Ended]:
+    def overhead(self, model: Path, has_compiled: bool, rounds: int) -> tuple[dict, Ended]:
         """Run benchmarks/peers.py with a Flux on one rank; return its numbers, {} without, and how it ended.
         ``has_compiled``: with compiled blocks, too."""
         out = self.folder / "overhead"
         options: list = ["--ranks", 1, "--model", model, "--out", out]
         options += ["--side", self.size.side, "--text", self.size.text]
-        options += ["--rounds", OVERHEAD_ROUNDS, "--patience", 0]
+        options += ["--rounds", rounds, "--patience", 0]
         options += ["--compile"] if has_compiled else []
         ended = self._benchmark("peers.py", COMPILE_SECONDS if has_compiled else RUN_SECONDS, *options)
         file = out / f"peers-1{'-compiled' if has_compiled else ''}.json"
         return json.loads(file.read_text()) if file.exists() else {}, ended
 
-    def kernel_rows(self, kernel: str) -> tuple[list[dict], Ended]:
-        """Run benchmarks/kernels.py of one kernel, which may end its process; return its rows, and how it
-        ended."""
+    def kernel_rows(self, kernel: str, head_sizes: Sequence[int]) -> tuple[list[dict], Ended]:
+        """Run benchmarks/kernels.py of one kernel, which may end its process, on these head sizes; return its
+        rows, and how it ended."""
         path = self.folder / "kernels.jsonl"
         path.write_text("")
-        ended = self._benchmark("kernels.py", KERNEL_SECONDS, "--kernel", kernel, "--json", path)
+        options = ["--kernel", kernel, "--json", path, "--head-size", *head_sizes]
+        ended = self._benchmark("kernels.py", KERNEL_SECONDS, *options)
         return doctor_processes.rows_in(path), ended
 
     def _benchmark(self, script: str, seconds: float, *options) -> Ended:

@@ -15,7 +15,7 @@ from doctor_hangs import late, sample
 from doctor_lab import RUN_SECONDS, Lab, relative
 from doctor_limits import EXACT
 from doctor_next import NOTHING
-from doctor_time import while_time
+from doctor_time import of_form, while_time
 
 from backend.client.model_choice import ModelChoice
 from backend.config import ParallelConfig
@@ -41,7 +41,7 @@ def life(lab: Lab) -> Found:
     config = for_both(lab.ranks)
     wanted = _latent(lab, config)
     checks = {"cancel": _cancelled, "parking": _parked, "two models": _in_turn, "a killed rank": _killed}
-    for name in while_time(lab, checks):
+    for name in while_time(lab, of_form(lab, checks, ("cancel", "a killed rank"))):
         yield from possible("life", name, checks[name], lab, config, wanted)
 
 

@@ -8,7 +8,7 @@ import psutil
 from doctor_findings import OK, WARNING, Finding, Found, gb, possible
 from doctor_gpu_memory import GpuMemory
 from doctor_lab import Lab
-from doctor_time import while_time
+from doctor_time import of_form, while_time
 
 from backend.client.model_choice import ModelChoice
 from backend.config import ParallelConfig
@@ -56,7 +56,7 @@ def memory(lab: Lab) -> Found:
     configs["FSDP"] = ParallelConfig(ulysses_degree=lab.ranks, shard_weights=True)
     configs = {"one rank": ParallelConfig()} if lab.ranks == 1 else configs
     lab.flux()
-    for name in while_time(lab, configs):
+    for name in while_time(lab, of_form(lab, configs, ("one rank", "pipefusion", "FSDP"))):
         yield from possible("memory", name, _memory, lab, name, configs[name])
 
 

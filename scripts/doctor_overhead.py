@@ -11,6 +11,8 @@ from doctor_processes import Ended
 
 from backend.hardware.device_memory import says_full_gpu, says_out_of_memory
 
+#: Of benchmarks/peers.py, of a request of each side; and of the shorter form.
+ROUNDS, SHORT_ROUNDS = 5, 3
 #: Where exceptions are from that a compiler raises: no crash is among them, and nothing that a kernel raises.
 OF_COMPILERS = ("torch._dynamo.exc.", "torch._inductor.exc.", "triton.compiler.", "triton.runtime.errors.")
 
@@ -26,7 +28,10 @@ def overhead_compiled(lab: Lab) -> Found:
 
 
 def _compared(lab: Lab, check: str, has_compiled: bool) -> Found:
-    numbers, ended = lab.overhead(lab.flux(), has_compiled)
+    rounds = SHORT_ROUNDS if lab.is_short else ROUNDS
+    if lab.is_short:
+        lab.left_out.append(f"{ROUNDS - rounds} of {ROUNDS} rounds")
+    numbers, ended = lab.overhead(lab.flux(), has_compiled, rounds)
     if numbers:
         yield _judged(lab, check, numbers, has_compiled)
         return

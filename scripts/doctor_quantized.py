@@ -8,7 +8,7 @@ from unittest.mock import patch
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, findings, gb
 from doctor_lab import Lab, relative
 from doctor_quantized_ranks import KINDS, on_all_ranks
-from doctor_time import while_time
+from doctor_time import of_form, while_time
 
 from backend.client.planning import is_memory_shortage
 from backend.config import ParallelConfig
@@ -18,6 +18,8 @@ from backend.quantization.dequantized_cache import CACHE_VARIABLE
 #: Formats with native products, and all that are run; of blocks (mxfp8, nvfp4) values are random.
 NATIVE = ("float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4")
 OF_GGUF = ("Q8_0", "Q4_K")
+#: Of the shorter form: on all ranks the first alone.
+TELLING = ("float8_e4m3fn", "Q4_K")
 #: What is timed with and without memory that it may stay dequantized in.
 CACHED_KIND = "Q4_K"
 #: Largest relative distance of a native latent from weight only's, which random weights drift by.
@@ -35,10 +37,12 @@ def quantized(lab: Lab) -> Found:
         text = f"{', '.join(OF_GGUF)}: not run, since gguf is not installed, which is optional"
         yield Finding("quantized", OK, text)
     try:
-        on_all = tuple(kind for kind in KINDS if kind in _kinds())
-        yield from findings("quantized", on_all_ranks, lab, on_all, what="all ranks")
+        of_all = {f"{kind} on all ranks": kind for kind in KINDS if kind in _kinds()}
+        on_all = of_form(lab, of_all, [f"{kind} on all ranks" for kind in TELLING[:1]])
+        kinds = tuple(of_all[what] for what in on_all)
+        yield from findings("quantized", on_all_ranks, lab, kinds, what="all ranks")
         of_one = {f"{kind} on one rank": kind for kind in _kinds()}
-        for what in while_time(lab, of_one):
+        for what in while_time(lab, of_form(lab, of_one, [f"{kind} on one rank" for kind in TELLING])):
             kind = of_one[what]
             for matmul in ("weight only", "native") if kind in NATIVE else ("weight only",):
                 yield from findings("quantized", _quantized, lab, kind, matmul, what=f"{kind}, {matmul}")

@@ -7,7 +7,7 @@ from functools import partial
 
 import doctor_models
 import torch
-from doctor_degrees import FAMILIES, fitting, methods, named
+from doctor_degrees import FAMILIES, TELLING, fitting, methods, named
 from doctor_facts import Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, OutOfTime, findings, possible
 from doctor_flux_files import flux_files
@@ -24,7 +24,7 @@ from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch
 from doctor_speed import speed, speed_of_one
 from doctor_steps import shapes, waits
-from doctor_time import STEP_SECONDS, while_time
+from doctor_time import EARLIER_SECONDS, STEP_SECONDS, Plan, minutes_of, of_form, while_time
 
 from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import SHARED_GPU
@@ -45,7 +45,7 @@ def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
 
 def one_rank(lab: Lab) -> Found:
     """One rank against ComfyUI's latents, family by family."""
-    for family in while_time(lab, FAMILIES):
+    for family in while_time(lab, of_form(lab, FAMILIES, TELLING)):
         yield from findings("one rank", _one_rank, lab, family, what=family)
 
 
@@ -66,26 +66,31 @@ def all_methods(lab: Lab) -> Found:
         text = "not run: one rank; parallel methods need two GPUs, or share one (--ranks 2)"
         yield Finding("methods", WARNING, text)
         return
-    for family in FAMILIES:  # before the ranks change
+    run = of_form(lab, FAMILIES, TELLING)
+    for family in run:  # before the ranks change
         for dtype in ("fp32", "bf16"):
             reference(lab, family, dtype)
     configs = methods(lab.ranks)
-    for turn in while_time(lab, turns := _in_turn(lab, configs)):
+    turns = _in_turn(lab, configs, run)
+    # of many methods one family's bf16 has to do
+    in_bf16 = run if lab.ranks == 2 and not lab.is_short else run[:1]
+    lab.left_out += [f"{family} in bf16" for family in run if lab.is_short and family not in in_bf16]
+    for turn in while_time(lab, turns):
         name, families = turns[turn]
         for family in families:
-            halves = lab.ranks == 2 or family == FAMILIES[0]  # of many methods one family's bf16 has to do
+            halves = family in in_bf16
             what = f"{name}, {family}"
             yield from possible("methods", what, _method, lab, name, configs[name], family, halves)
 
 
-def _in_turn(lab: Lab, configs: dict[str, ParallelConfig]) -> dict[str, tuple[str, list[str]]]:
-    """Return what is run, in turn: in words -> a method's name and families. Families of too few heads or
-    blocks come after every method that fits as asked: their hybrids may not take its time."""
+def _in_turn(lab: Lab, configs: dict[str, ParallelConfig], of: list[str]) -> dict[str, tuple[str, list[str]]]:
+    """Return what is run, in turn: in words -> a method's name and those ``of`` the families. Families of too
+    few heads or blocks come after every method that fits as asked: their hybrids may not take its time."""
     as_asked: dict[str, tuple[str, list[str]]] = {}
     hybrids: dict[str, tuple[str, list[str]]] = {}
     for name, config in configs.items():
         is_stale_pair = " x " in name and config.has_stale_kv  # of which one family has to do
-        families = FAMILIES[:1] if is_stale_pair else FAMILIES
+        families = of[:1] if is_stale_pair else of
         lacking = [family for family in families if lab.refusal(lab.tiny(family)[0], config)]
         if fit := [family for family in families if family not in lacking]:
             as_asked[name] = name, fit
@@ -126,23 +131,22 @@ def _method(lab: Lab, name: str, config: ParallelConfig, family: str, halves: bo
     return Finding("methods", status, text, values)
 
 
-#: Name -> run: what only several GPUs can tell comes first, after what it is compared with; quantized files,
-#: which most people load, before other shapes ("fp8 and int8" would take the time of "memory": its files take
-#: half of its own). "methods" comes between the two of speed: it begins on the one rank of the first, and the
-#: second has its ranks.
+#: Name -> run: what only several GPUs can tell comes first, after what it is compared with; fp8 and int8 with
+#: a LoRA, which most people run, right after all methods, and quantized files before other shapes. "methods"
+#: comes between the two of speed: it begins on the one rank of the first, and the second has its ranks.
 RUNS: dict[str, Callable[[Lab], Found]] = {
     "links": links,
     "one rank": one_rank,
     "speed of one rank": speed_of_one,
     "methods": all_methods,
     "speed": speed,
+    "fp8 and int8": flux_files,
     "life": life,
     "waits": waits,
     "quantized": quantized,
     "dequantized once": dequantized_once,
     "memory": memory,
     "overhead": overhead,
-    "fp8 and int8": flux_files,
     "shapes": shapes,
     "compiled": compiled,
     "kernels": kernels,
@@ -150,11 +154,11 @@ RUNS: dict[str, Callable[[Lab], Found]] = {
 }
 #: Those that run the mid-size Flux, whose file goes after the last of them.
 OF_FLUX = (
-    *("speed of one rank", "speed", "life", "memory", "overhead", "fp8 and int8", "shapes", "compiled"),
+    *("speed of one rank", "speed", "fp8 and int8", "life", "memory", "overhead", "shapes", "compiled"),
     *("kernels", "overhead compiled"),
 )
 #: Those of all ranks: they would hang where links failed.
-OF_SEVERAL = ("methods", "life", "waits", "speed", "memory", "fp8 and int8", "shapes", "compiled")
+OF_SEVERAL = ("methods", "speed", "fp8 and int8", "life", "waits", "memory", "shapes", "compiled")
 #: Those that do nothing on one rank.
 NOT_OF_ONE = ("speed", "methods", "life")
 #: Those of ranks that share a GPU: what they compute, and nothing that is timed.
@@ -208,29 +212,41 @@ def full(chosen, facts: Facts, lab: Lab | None = None, began: float | None = Non
 
 def _in_order(lab: Lab, names: list[str]) -> Found:
     """Run checks, those last that the minutes may be short for: by the estimates, and again by them and by
-    what a step takes here, once that is known."""
+    what a step takes here, once that is known. What a check has not used makes later ones whole."""
     left = list(names)
     step = lab.one_step
-    fitting, others = lab.divided(_timed(lab, left))
+    plan = lab.planned(_timed(lab, left))
     about = f"{lab.ranks} ranks on {lab.device}, at most {lab.minutes:g} minutes"
-    again = lab.device == "cuda" and "speed of one rank" in fitting
+    again = lab.device == "cuda" and "speed of one rank" in plan.fitting
     as_fast = " on GPUs like an H200; what yours need is said after speed of one rank" if again else ""
-    yield _told(lab, about, fitting, others, as_fast)
+    yield _told(lab, about, plan, as_fast)
     while left:
+        others = plan.others
         left = [name for name in left if name not in others] + [name for name in left if name in others]
         name = left.pop(0)
-        same = others if name in others else fitting  # the others have what is left
+        same = others if name in others else plan.fitting  # the others have what is left
+        lab.short = plan.short & lab.planned(_timed(lab, [name, *left])).short
         lab.begin(name, [each for each in left if each in same])
         yield from findings(name, in_time, lab, RUNS[name])
+        if lab.left_out:
+            yield _left_out(lab, name)
         if not set(left) & set(OF_FLUX):
             lab.drop("flux")
         if lab.one_step != step and left:
             step = lab.one_step
-            fitting, others = lab.divided(_timed(lab, left))
+            plan = lab.planned(_timed(lab, left))
             about = f"a step of one rank takes {step / STEP_SECONDS:.1f} times as long as on an H200"
-            yield _told(lab, about, fitting, others)
+            yield _told(lab, about, plan)
     if lab.starts:
         yield _starts(lab.starts)
+
+
+def _left_out(lab: Lab, name: str) -> Finding:
+    """Say what the shorter form of a check has left out, and what runs it."""
+    enough = minutes_of([name], EARLIER_SECONDS, lab.ranks, lab.one_step)
+    longer = f" --minutes {enough}" if enough > lab.minutes else ""
+    text = f'in its shorter form, without {", ".join(lab.left_out)}; for these: --only "{name}"{longer}'
+    return Finding(name, OK, text, {"left_out": list(lab.left_out)})
 
 
 def _starts(starts: list[dict]) -> Finding:
@@ -250,9 +266,16 @@ def _timed(lab: Lab, names: list[str]) -> list[str]:
     return [name for name in names if lab.ranks > 1 or name not in NOT_OF_ONE]
 
 
-def _told(lab: Lab, about: str, fitting: list[str], others: list[str], as_fast: str = "") -> Finding:
-    """Say what the minutes have time for, and which have time for all."""
-    if others:
-        about += f"; they may be short for {', '.join(others)}, which then end early"
-        about += f" (--minutes {lab.enough(fitting + others)} has time for all{as_fast})"
-    return Finding("full", OK, about, {"fitting": fitting, "others": others, "step": lab.one_step})
+def _told(lab: Lab, about: str, plan: Plan, as_fast: str = "") -> Finding:
+    """Say what the minutes have time for, which checks run in their shorter form, and which minutes have time
+    for all in their whole form."""
+    if plan.others:
+        about += f"; they may be short for {', '.join(plan.others)}, which then end early"
+    planned = [*plan.fitting, *plan.others]
+    shorter = [name for name in planned if name in plan.short]
+    if shorter:
+        about += f"; in a shorter form: {', '.join(shorter)}, whole where others leave time"
+    if plan.others or shorter:
+        about += f" (--minutes {lab.enough(planned)} has time for all of every check{as_fast})"
+    values = {"fitting": plan.fitting, "others": plan.others, "short": shorter, "step": lab.one_step}
+    return Finding("full", OK, about, values)

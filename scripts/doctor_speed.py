@@ -13,7 +13,7 @@ from doctor_hangs import HungError
 from doctor_lab import Lab, relative
 from doctor_limits import compared
 from doctor_requests import whole_requests
-from doctor_time import while_time
+from doctor_time import of_form, while_time
 from doctor_under_load import UnderLoad, judged
 
 from backend.config import ParallelConfig
@@ -22,6 +22,8 @@ from backend.shares import written
 
 #: In which all GPUs compute while nvidia-smi is asked, which takes a part of one.
 LOAD_SECONDS = 2.0
+#: Methods of the shorter form, besides PipeFusion with as many patches as stages.
+TELLING = ("cfg", "cfg x ulysses", "ulysses", "ring", "tp", "FSDP")
 
 
 def timed_alone(lab: Lab, guided: bool) -> tuple[float, doctor_lab.Run]:
@@ -79,7 +81,8 @@ def speed(lab: Lab) -> Found:
         yield finding
         if lab.device == "cuda" and "seconds" in finding.values:
             yield from possible("speed", "GPUs under load", _under_load, lab, finding.values["seconds"])
-    for name in while_time(lab, configs):
+    telling = (*TELLING, f"pipefusion M={lab.ranks}")
+    for name in while_time(lab, of_form(lab, configs, telling)):
         yield from possible("speed", name, _speed, lab, name, configs[name], ceiling)
 
 

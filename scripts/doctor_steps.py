@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from doctor_degrees import methods, shape_methods, turns_of
+from doctor_degrees import FAMILIES, methods, shape_methods, turns_of
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found, findings, possible
 from doctor_kernels import cut_short
 from doctor_lab import Lab, Run, relative
 from doctor_limits import compared
-from doctor_time import while_time
+from doctor_time import of_form, while_time
 
 from backend.config import ParallelConfig
+from backend.protocol import Sample
 
 #: Golden families at whose released models' shapes steps are timed.
 SHAPES = ("flux-dev", "wan21-t2v", "minimax-h3")
@@ -25,15 +26,65 @@ TIMED_BEFORE = "flux-dev"
 #: Steps of the two requests of families whose steps are long: of two to four times the mid-size Flux'.
 STEPS = {"wan21-t2v": (2, 5), "minimax-h3": (2, 5)}
 
+#: As Lab.released returns them.
+Made = tuple[Path, Callable[[int], Sample], str]
+
 
 def shapes(lab: Lab) -> Found:
     """Seconds a step at the shapes of Flux.1, Wan 14B and MiniMax-H3, of which a few blocks have random
-    weights, in bf16 (Flux.1's by the check "speed"), int8 and fp8."""
+    weights, in bf16 (Flux.1's by the check "speed"), int8 and fp8; in the shorter form in bf16 alone."""
+    if lab.is_short:
+        lab.left_out += [f"{family} in {kind}" for family in SHAPES for kind in KINDS]
+        yield from _in_bf16(lab)
+        return
     for family in while_time(lab, SHAPES):
         yield from findings("shapes", _of_family, lab, family, what=family)
-        for kind in KINDS:
-            lab.drop("released", family, kind)
-        lab.drop("released", family)
+        _drop(lab, family)
+
+
+def _drop(lab: Lab, family: str):
+    """Delete the files of a family, those of "fp8 and int8" too."""
+    for kind in KINDS:
+        lab.drop("released", family, kind)
+    lab.drop("released", family)
+
+
+def _in_bf16(lab: Lab) -> Found:
+    """Time all families on the ranks of each method: to start these takes longest."""
+    known: dict[str, Made] = {}
+    for family in SHAPES:
+        if family != TIMED_BEFORE:
+            yield from findings("shapes", _made, lab, family, known, what=family)
+    methods_of = {family: shape_methods(lab, made[0]).items() for family, made in known.items()}
+    order = {  # each has as many methods
+        f"{family}, {name}": (family, config)
+        for of_all in zip(*methods_of.values())
+        for family, (name, config) in zip(methods_of, of_all)
+    }
+    one: dict[str, dict[str, tuple[float, Run]]] = {family: {} for family in known}
+    for label in while_time(lab, order):
+        family, config = order[label]
+        path, request, what = known[family]
+        timed = partial(
+            _shape,
+            label=label,
+            config=config,
+            kind=BF16,
+            path=path,
+            request=request,
+            what=what,
+            one=one[family],
+            steps=STEPS.get(family),
+        )
+        yield from possible("shapes", label, timed, lab)
+    for family in SHAPES:
+        _drop(lab, family)
+
+
+def _made(lab: Lab, family: str, known: dict[str, Made]) -> list[Finding]:
+    """Make a family's model and note it in ``known``; find nothing."""
+    known[family] = lab.released(family)
+    return []
 
 
 def _of_family(lab: Lab, family: str) -> Found:
@@ -111,9 +162,10 @@ def _shape(
 
 def waits(lab: Lab) -> Found:
     """Waits of the host for a GPU in steady state, of every method or its hybrid (benchmarks/waits.py)."""
-    turns, left_out = turns_of(lab)
+    families = of_form(lab, FAMILIES, FAMILIES[:1])
+    turns, left_out = turns_of(lab, families)
     hung = [turn.name for turn in turns if lab.hung.has(turn.config)]
-    runs, ended = lab.waits(hung)
+    runs, ended = lab.waits(hung, families)
     yield _waits(lab, runs)
     for name, families in left_out.items():
         what = "too few heads or blocks, also for a hybrid"

@@ -112,8 +112,8 @@ class StubLab(Clock):
     gpus = (0, 1)
     size = doctor_lab.SIZES["cpu"]
 
-    def __init__(self, spent=0.0, is_late=False):
-        super().__init__(10.0, spent)
+    def __init__(self, spent=0.0, is_late=False, minutes=10.0):
+        super().__init__(minutes, spent)
         self.is_late = is_late
         self.closed = self.links_failed = False
         self.rates = None
@@ -171,16 +171,16 @@ class StubLab(Clock):
     def released_lora(self, family):
         return Path("lora"), 1.0
 
-    def waits(self, skipped):
+    def waits(self, skipped, families):
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
-    def overhead(self, model, has_compiled):
+    def overhead(self, model, has_compiled, rounds):
         names = ("diffusers, compiled", "ours, compiled") if has_compiled else ("diffusers", "ours")
         spread = {"median": 1.01, "low": 1.0, "high": 1.03}
         numbers = {"rounds": dict(zip(names, ([1.0, 2.0, 3.0], [2.02, 4.0, 1.0]))), "ratio": spread}
         return numbers | {"by_cpu": spread, "difference": 0.0, "goal": 1.02, "options": {"steps": 4}}, ENDED
 
-    def kernel_rows(self, kernel):
+    def kernel_rows(self, kernel, head_sizes):
         case = {"kernel": kernel, "head_size": 256, "masked": True}
         return [{**case, "seconds": 1.0, "distance": 0.0, "own": True}], ENDED
 

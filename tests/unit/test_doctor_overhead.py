@@ -19,10 +19,10 @@ class Lab(StubLab):
         super().__init__()
         self.ended, self.changes = ended, numbers
 
-    def overhead(self, model, has_compiled):
+    def overhead(self, model, has_compiled, rounds):
         if self.ended.code != 0:
             return {}, self.ended
-        return super().overhead(model, has_compiled)[0] | self.changes, self.ended
+        return super().overhead(model, has_compiled, rounds)[0] | self.changes, self.ended
 
 
 def spread(median):
@@ -87,7 +87,7 @@ def test_a_full_device_is_named(error, device, words):
 
 def test_a_lab_measures_it(monkeypatch, tmp_path):
     """By benchmarks/peers.py, on one rank of this machine."""
-    monkeypatch.setattr(doctor_lab, "OVERHEAD_ROUNDS", 1)
+    monkeypatch.setattr(doctor_overhead, "ROUNDS", 1)
     lab = doctor_lab.Lab("cpu", 1, 10.0)
     monkeypatch.setattr(lab, "flux", lambda: save_model(tmp_path / "model"))
     (found,) = doctor_overhead.overhead(lab)

@@ -89,6 +89,9 @@ def test_the_page_says_how_many_minutes_slower_gpus_need(card):
     minutes = doctor_time.minutes_of(doctor_runs.RUNS, 20.0, 2, STEPS[card])
     page = " ".join((doctor.ROOT / "docs" / "performance.md").read_text().split())
     assert f"{minutes} on two {card}" in page
+    others = doctor_time.in_order(doctor_runs.RUNS, 10.0, 20.0, 2, STEPS[card]).others
+    said = f"Ten minutes on two {card} have time for all but {' and '.join(others)}"
+    assert said in page if card == "RTX 4090" else len(others) > 2
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -97,18 +100,22 @@ def test_minutes_that_are_said_to_have_time_for_all_have(time, step):
     first, again = told(of_gpus(time, step, 10))
     assert "on GPUs like an H200; what yours need is said after speed of one rank" in first.text
     assert f"{step / doctor_time.STEP_SECONDS:.1f} times as long as on an H200" in again.text
-    assert set(again.values["others"]) >= {"shapes", "compiled"}
+    assert {"shapes", "compiled"} <= {*again.values["others"], *again.values["short"]}
     needed = [int(re.search(r"--minutes (\d+) has time for all", each.text)[1]) for each in (first, again)]
     assert needed[1] > needed[0] == doctor_time.minutes_of(doctor_runs.RUNS)
     whole = of_gpus(time, step, needed[1])
     assert not [each.text for each in whole if "not run" in each.text]
-    assert told(whole)[1].values["others"] == []
+    assert told(whole)[1].values["others"] == told(whole)[1].values["short"] == []
 
 
 def test_an_h200s_minutes_stay_as_they_were_said(time):
     first, again = told(of_gpus(time, doctor_time.STEP_SECONDS * 1.001, 18))
-    assert not first.values["others"] and not again.values["others"]
+    assert not any(each.values[key] for each in (first, again) for key in ("others", "short"))
     assert "1.0 times as long" in again.text and "may be short" not in again.text
+
+
+#: What is said of what the shorter form of a check leaves out.
+SHORTER = "in its shorter form, without "
 
 
 def texts(found):
@@ -127,16 +134,17 @@ def test_everything_that_is_left_out_is_named(time, monkeypatch, check, share):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # gguf
     found, whole = map(texts, of_share(time, check, share))
     every = {text.partition(":")[0] for text in whole}
-    ran = {text.partition(":")[0] for text in found if "not run" not in text}
-    left_out = " ".join(text for text in found if "not run" in text)
+    ran = {text.partition(":")[0] for text in found if "not run" not in text and SHORTER not in text}
+    left_out = " ".join(text for text in found if "not run" in text or SHORTER in text)
     assert ran < every and "not run" not in str(whole)
     for what in every - ran:
         named = [what, what.partition(" (")[0], what.partition(", ")[0], what.partition(" ")[0]]
         assert any(name in left_out for name in named), (what, left_out)
 
 
-def test_quantized_files_are_compared_on_all_ranks_first(time):
-    """What one GPU tells comes after it."""
+def test_quantized_files_are_compared_on_all_ranks_first(time, monkeypatch):
+    """What one GPU tells comes after it, in the whole form too."""
+    monkeypatch.setattr(doctor_time, "SHORT_SECONDS", {})
     found, whole = of_share(time, "quantized", 0.8)
     ran, every = (
         [each for each in some if {"fp32", "seconds"} & set(each.values)] for some in (found, whole)

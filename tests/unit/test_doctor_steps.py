@@ -28,7 +28,7 @@ class Ranks(StubLab):
 
     skipped = None
 
-    def waits(self, skipped):
+    def waits(self, skipped, families):
         self.skipped = skipped
         return [{"method": "ulysses", "family": "flux-dev", "steps": 2, "waits": {"stage.py:7": 3}}], ENDED
 
@@ -49,7 +49,7 @@ def test_waits_of_no_step_are_not_called_ok(device, steps):
     lab = Ranks()
     lab.device = device
     runs = [{"method": "ulysses", "family": "flux-dev", "steps": each, "waits": {}} for each in steps]
-    lab.waits = lambda skipped: (runs, ENDED)
+    lab.waits = lambda skipped, families: (runs, ENDED)
     (found,) = doctor_steps.waits(lab)
     assert found.status == WARNING and "nothing was measured" in found.text and "--only waits" in found.text
 
@@ -64,7 +64,7 @@ def test_hybrids_that_were_watched_are_named_and_what_none_divides():
         for turn in turns
         for family in turn.families * 2  # of two ranks
     ]
-    lab.waits = lambda skipped: (runs, ENDED)
+    lab.waits = lambda skipped, families: (runs, ENDED)
     (found,) = doctor_steps.waits(lab)
     assert not left_out and found.status == OK
     assert "ulysses, wire fp8 as ring 2 x ulysses 4 (wan21-t2v)" in found.text
@@ -148,8 +148,8 @@ class Kernels:
         if failed:
             self.run = {"failed": "RuntimeError: no kernel image is available"}
 
-    def kernel_rows(self, kernel):
-        cases = [{"kernel": kernel, "head_size": size, "masked": False} for size in (64, 256)]
+    def kernel_rows(self, kernel, head_sizes):
+        cases = [{"kernel": kernel, "head_size": size, "masked": False} for size in head_sizes]
         return [{**cases[0], **self.run}, {**cases[1], "unavailable": "no such heads"}], self.ended
 
 
@@ -165,7 +165,7 @@ class Kernels:
     ids=["right", "wrong", "no numbers", "a crash", "a failure"],
 )
 def test_kernels_are_told_by_head_size(lab, statuses, says):
-    found = list(doctor_kernels._head_sizes(lab, "flash-attn"))
+    found = list(doctor_kernels._head_sizes(lab, "flash-attn", (64, 256)))
     assert [each.status for each in found] == statuses and says in found[-1].text
 
 
@@ -193,7 +193,7 @@ def test_kernels_run_on_the_head_sizes_of_released_models():
 )
 def test_compiled_blocks_are_compared_with_eager_ones(distance, notes, status):
     class Lab:
-        device, ranks = "cpu", 1
+        device, ranks, is_short = "cpu", 1, False
 
         def check(self):
             """In time."""

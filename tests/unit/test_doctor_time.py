@@ -1,6 +1,7 @@
 """The minutes of scripts/doctor.py --full, on a clock that does not wait."""
 
 import re
+from itertools import product
 
 import doctor
 import doctor_hangs
@@ -68,7 +69,7 @@ def test_full_ends_within_its_minutes_and_every_check_has_its_part(time, seconds
     assert {each.check for _, each in found} - {"full"} >= set(doctor_runs.RUNS) - UNSAID
     if seconds < 1:
         assert set(lab.ran) >= set(OF_REQUESTS)
-    assert set(lab.ran) >= set(OF_REQUESTS) & set(doctor_time.in_order(doctor_runs.RUNS, 10)[0])
+    assert set(lab.ran) >= set(OF_REQUESTS) & set(doctor_time.in_order(doctor_runs.RUNS, 10).fitting)
     if seconds > 1:
         left_out = [each for _, each in found if "minutes are over" in each.text]
         assert left_out and {each.status for each in left_out} == {WARNING}
@@ -81,7 +82,7 @@ def test_full_ends_within_its_minutes_and_every_check_has_its_part(time, seconds
 def test_what_one_check_does_not_use_others_have(time):
     clock = doctor_time.Clock(10.0)
     parts = {}
-    names, _ = doctor_time.in_order(doctor_runs.RUNS, 10.0)
+    names = doctor_time.in_order(doctor_runs.RUNS, 10.0).fitting
     for index, name in enumerate(names):
         clock.begin(name, names[index + 1 :])
         parts[name] = clock.part_seconds
@@ -91,43 +92,68 @@ def test_what_one_check_does_not_use_others_have(time):
 
 
 def test_estimates_and_the_default_agree(time, monkeypatch):
-    """Each check that the minutes have time for has all of its estimate; what comes later has the rest."""
-    minutes = doctor.options(["--full"]).minutes
+    """Every check has all of the estimate of its form, which is the shorter one of most."""
     assert list(doctor_time.SECONDS) == list(doctor_runs.RUNS)
-    lab, parts = StubLab(spent=20.0), {}
+    lab, parts, planned = StubLab(spent=20.0), {}, {}
 
     def begin(name, later=()):
         StubLab.begin(lab, name, later)
         parts[name] = lab.part_seconds
-        time.seconds += doctor_time.SECONDS[name] if lab.end - time.seconds > 1 else 0.0
+        planned[name] = doctor_time.seconds_of(name, is_short=lab.is_short)
+        time.seconds += planned[name]
 
     monkeypatch.setattr(lab, "begin", begin)
     (about, *_) = [each for each in full_findings(lab) if each.check == "full"]
-    fitting, others = about.values["fitting"], about.values["others"]
-    assert list(parts) == [*fitting, *others] == list(doctor_runs.RUNS)
-    seconds = {name: doctor_time.SECONDS[name] for name in fitting}
-    assert 0.9 < sum(seconds.values()) / (doctor_time.usable_seconds(minutes) - 20.0) <= 1
-    assert all(parts[name] >= seconds[name] - 1e-6 for name in fitting)
+    assert list(parts) == about.values["fitting"] == list(doctor_runs.RUNS) and not about.values["others"]
+    assert 0.9 < time.seconds / (doctor_time.usable_seconds(lab.minutes) - 20.0) <= 1
+    assert all(parts[name] >= seconds - 1e-6 for name, seconds in planned.items())
     enough = doctor_time.minutes_of(doctor_runs.RUNS, spent=20.0)
-    assert all(name in about.text for name in others) and f"--minutes {enough} has time for all" in about.text
-    assert {"quantized", "dequantized once"} < set(fitting)  # which most people load
-    assert doctor_time.in_order(doctor_runs.RUNS, enough, spent=20.0) == (list(doctor_runs.RUNS), [])
+    shorter = about.values["short"]
+    assert f"in a shorter form: {', '.join(shorter)}, whole where others leave time" in about.text
+    assert f"--minutes {enough} has time for all" in about.text
+    assert "fp8 and int8" not in doctor_time.SHORT_SECONDS  # which most people run
+    whole = doctor_time.in_order(doctor_runs.RUNS, enough, spent=20.0)
+    assert whole == doctor_time.Plan(list(doctor_runs.RUNS), [])
 
 
-@pytest.mark.parametrize(
-    "ranks, last",
-    [(2, "overhead"), (3, "overhead"), *((ranks, "dequantized once") for ranks in (4, 6, 8))],
-)
-def test_ten_minutes_have_time_for_what_the_page_says(ranks, last):
+@pytest.mark.parametrize("ranks, short_for", [(2, 0), (3, 0), (4, 1), (6, 1), (8, 1)])
+def test_ten_minutes_have_time_for_what_the_page_says(ranks, short_for):
     """After 20 s of imports and quick checks."""
     names = list(doctor_runs.RUNS)
-    fitting, _ = doctor_time.in_order(names, 10.0, 20.0, ranks=ranks)
-    assert fitting == names[: names.index(last) + 1]
+    plan = doctor_time.in_order(names, 10.0, 20.0, ranks=ranks)
+    assert plan.fitting == names[: len(names) - short_for]
     enough = doctor_time.minutes_of(names, 20.0, ranks)
     where = "on two GPUs" if ranks == 2 else "on three, four, six and eight"
     page = " ".join((doctor.ROOT / "docs" / "performance.md").read_text().split())
     assert re.search(rf"`--minutes {enough}`[^.`]* {where}[.,]", page)
-    assert "on two and three GPUs for all from links to overhead; on four, six and eight" in page
+    more = f"on four, six and eight, which have more methods, for all but {names[-1]}"
+    assert f"that is time on two and three GPUs for every check; {more}" in page
+
+
+def test_a_check_is_never_longer_in_its_shorter_form():
+    for name, ranks in product(doctor_time.SHORT_SECONDS, range(1, 10)):
+        for step in (doctor_time.STEP_SECONDS, 0.5):
+            whole, short = (doctor_time.seconds_of(name, ranks, step, short) for short in (False, True))
+            assert short < whole, name
+    assert doctor_time.SHORT_STEPS.keys() == doctor_time.STEPS.keys() - {"fp8 and int8", "dequantized once"}
+
+
+@pytest.mark.parametrize("spent", [0.0, 150.0])
+def test_checks_are_whole_where_others_leave_time(time, monkeypatch, spent):
+    """In the order of what they are worth."""
+    lab, forms = StubLab(), {}
+
+    def begin(name, later=()):
+        StubLab.begin(lab, name, later)
+        forms[name] = lab.is_short
+        time.seconds += spent if name == "links" else 1.0
+
+    monkeypatch.setattr(lab, "begin", begin)
+    found = full_findings(lab)
+    told = {each.check for each in found if "in its shorter form, without" in each.text}
+    shorter = {name for name, is_short in forms.items() if is_short}
+    assert told == shorter <= doctor_time.SHORT_SECONDS.keys()
+    assert ("methods" in shorter) == (spent > 0) and not forms["overhead compiled"]
 
 
 @pytest.mark.parametrize("check, more", [("methods", (4, 6, 8)), ("shapes", (3, 9))])
@@ -135,6 +161,8 @@ def test_estimates_depend_on_ranks_where_more_is_run(check, more):
     for ranks in range(1, 10):
         seconds = doctor_time.seconds_of(check, ranks)
         assert (seconds > doctor_time.SECONDS[check]) == (ranks in more), ranks
+        shorter = doctor_time.seconds_of(check, ranks, is_short=True)
+        assert (shorter > doctor_time.SHORT_SECONDS[check]) == (ranks in more), ranks
     clock = doctor_time.Clock(10.0)
     parts = []
     for clock.ranks in (2, more[0]):
@@ -150,7 +178,8 @@ def test_the_flux_is_made_in_less_than_its_check_may_take(time):
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
     size = doctor_room.model_bytes(FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux, 2)
-    clock, (names, _) = doctor_time.Clock(10.0), doctor_time.in_order(doctor_runs.RUNS, 10.0)
+    clock, plan = doctor_time.Clock(10.0), doctor_time.in_order(doctor_runs.RUNS, 10.0)
+    clock.short, names = plan.short, plan.fitting
     begun = names.index("speed of one rank")
     time.seconds = 20.0  # of what comes before
     clock.begin(names[begun], names[begun + 1 :])
@@ -164,7 +193,7 @@ def test_checks_that_do_nothing_on_one_rank_have_no_part(time, monkeypatch, rank
     monkeypatch.setattr(lab, "begin", lambda name, names=(): later.append(list(names)))
     list(doctor_runs.full(doctor.options(["--full", "--ranks", str(ranks)]), machine(), lab))
     wanted = [name for name in doctor_runs.RUNS if ranks > 1 or name not in ("speed", "methods", "life")]
-    fitting, _ = doctor_time.in_order(wanted, 10.0)
+    fitting = doctor_time.in_order(wanted, 10.0).fitting
     assert later[0] == fitting[1:] and len(later) == len(doctor_runs.RUNS)
 
 
@@ -184,7 +213,7 @@ def test_the_minutes_begin_with_the_program(time, monkeypatch):
     first = next(iter(doctor.run_backend(machine(), doctor.options(["--full"]))))
     (lab,) = begun
     assert lab.end == 100.0 + doctor_time.usable_seconds(10.0)
-    assert "quantized" in first.values["fitting"] and "overhead" in first.values["others"]
+    assert "kernels" in first.values["fitting"] and "overhead compiled" in first.values["others"]
 
 
 def test_methods_and_speed_share_their_ranks():
