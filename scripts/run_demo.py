@@ -1,7 +1,6 @@
 """Paints a prompt with the bundled model on one rank and on two, through the nodes' own client, socket and
 backend."""
 
-import argparse
 import os
 import statistics
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import torch
+from demo_options import METHODS, options
 from PIL import Image
 
 from backend.client import pool
@@ -19,15 +19,7 @@ from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, RefusedError, Sample
 from demo import shapes
 
-PROMPT = "a red circle left of a blue square on black"
 MODEL = ROOT / "demo" / "shapes-flux"
-#: Name -> ParallelConfig fields of the ways to use two ranks.
-METHODS = {
-    "cfg": "cfg_degree",
-    "ulysses": "ulysses_degree",
-    "ring": "ring_degree",
-    "pipefusion": "pipefusion_degree",
-}
 BAR = 30
 
 
@@ -92,43 +84,6 @@ def device() -> str:
     CPU."""
     # is_available asks the driver too, which may be too old for this torch
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= 2 else "cpu"
-
-
-def png(name: str) -> Path:
-    """A file's name on the command line; raises ArgumentTypeError unless it ends in .png."""
-    path = Path(name)
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{name!r} is not the name of a .png file")
-    return path
-
-
-def count(text: str) -> int:
-    """A number of the command line; raises ArgumentTypeError where it is not at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", default=PROMPT, help=f'like "{PROMPT}"')
-    parser.add_argument(
-        "--method", choices=METHODS, default="cfg", help="how the two ranks share the work (default: cfg)"
-    )
-    parser.add_argument("--steps", type=count, default=20)
-    parser.add_argument("--cfg", type=float, default=2.5)
-    parser.add_argument("--seed", type=int, default=10)
-    parser.add_argument(
-        "--repeat", type=count, default=3, help="timed runs on each number of ranks (the median is shown)"
-    )
-    parser.add_argument("--out", type=png, default=ROOT / "output" / "demo.png")
-    parser.add_argument(
-        "--comfyui",
-        type=Path,
-        metavar="PATH",
-        help="queue workflows/api/demo.json in this ComfyUI, headless, instead",
-    )
-    return parser.parse_args()
 
 
 def main():

@@ -74,10 +74,9 @@ def test_model_fits_in_the_repository():
     ],
 )
 def test_wrong_options_are_told_before_ranks_start(argument, sentence, monkeypatch, capsys):
-    demo = runpy.run_path(str(ROOT / "scripts/run_demo.py"))
     monkeypatch.setattr("sys.argv", ["demo", argument])
     with pytest.raises(SystemExit):
-        demo["options"]()
+        runpy.run_path(str(ROOT / "scripts/demo_options.py"), run_name="__main__")
     assert sentence in capsys.readouterr().err
 
 
