@@ -78,10 +78,10 @@ TABLES = {
         Row("Flux.1 dev, Q4_K", SQUARE, 20),
         Row("Z-Image Turbo, int8 ConvRot", SQUARE, 8),
         Row("Krea 2, int8 ConvRot", SQUARE, 8),
-        Row("Qwen-Image 2512, fp8 scaled", LARGE, 8),
+        Row("Qwen-Image 2512, fp8", LARGE, 8),
         Row("Qwen-Image, Q4_K", LARGE, 8),
-        Row("Qwen-Image 2512, fp8 scaled", LARGE, 4),
-        Row("Qwen-Image 2512, fp8 scaled", LARGE, 20, 4.0),
+        Row("Qwen-Image 2512, fp8", LARGE, 4),
+        Row("Qwen-Image 2512, fp8", LARGE, 20, 4.0),
         Row("Flux.2 dev, fp8 scaled", SQUARE, 20),
         Row(BOTH, VIDEO, 4),
         Row("HunyuanVideo, fp8", VIDEO, 20),
@@ -90,7 +90,7 @@ TABLES = {
         Row("Flux.1 dev, fp8", SQUARE, 20),
         Row("Z-Image Turbo, int8 ConvRot", SQUARE, 8),
         Row("Krea 2, int8 ConvRot", SQUARE, 8),
-        Row("Qwen-Image 2512, fp8 scaled", LARGE, 4),
+        Row("Qwen-Image 2512, fp8", LARGE, 4),
         Row(BOTH, VIDEO, 4),
     ),
 }
@@ -99,7 +99,7 @@ TEMPLATES = {
     "Flux.1 dev, fp8": "flux_txt2img",
     "Z-Image Turbo, int8 ConvRot": "z_image_int8_txt2img",
     "Krea 2, int8 ConvRot": "krea2_int8_lora_txt2img",
-    "Qwen-Image 2512, fp8 scaled": "qwen_image_lightning_txt2img",
+    "Qwen-Image 2512, fp8": "qwen_image_lightning_txt2img",
     BOTH: "wan22_lightx2v_t2v",
 }
 

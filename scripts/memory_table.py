@@ -52,7 +52,7 @@ FILES = (
     File("Flux.2 klein 4B, bf16", "", "flux2-klein-4b"),
     File("Qwen-Image, bf16", "", "saved__qwen-image"),
     File("Qwen-Image, int8 ConvRot", "int8 ConvRot", "saved__qwen-image"),
-    File("Qwen-Image 2512, fp8 scaled", "", "var__qwen_image_2512_fp8_scaled_comfy_quant"),
+    File("Qwen-Image 2512, fp8", "", "var__qwen_image_2512_fp8_scaled_comfy_quant"),
     File("Qwen-Image, Q4_K", "Q4_K", "saved__qwen-image"),
     File("Qwen-Image 2.1, int8 ConvRot", "int8 ConvRot", "QwenImage21Transformer2DModel"),
     File("Z-Image Turbo, bf16", "", "z-image-turbo"),
