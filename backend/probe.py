@@ -299,7 +299,7 @@ class Probe:
         """Return the seconds of ``action`` in all groups of ``size`` ranks at once."""
         config = ParallelConfig(data_parallel_degree=self.ranks // size, ulysses_degree=size)
         groups = mesh.build(config, self.kind)
-        seconds = self.seconds(lambda: action(groups.ulysses))
+        seconds = self.seconds(partial(action, groups.ulysses))
         mesh.close(groups)
         return seconds
 

@@ -112,7 +112,7 @@ class LoadParallelDiT(io.ComfyNode):
         pool.allow(*model_folders())
         with errors_on_node(), NodeStatus() as status:
             check_device(config)
-            await asyncio.to_thread(handle.check_model, config, choice, lambda: status.show(READING))
+            await asyncio.to_thread(handle.check_model, config, choice, partial(status.show, READING))
         return True
 
     @classmethod

@@ -12,7 +12,7 @@ from ..config import ConfigError
 from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake, socket_options
 from ..protocol.messages import LORAS
-from ..runtime.callbacks import nothing
+from ..runtime.callbacks import never, nothing
 from . import fork_guard
 from .interrupts import PATIENCE
 from .step_timer import StepTimer
@@ -85,7 +85,7 @@ class BackendClient:
         address: str,
         token: str,
         check=nothing,
-        is_hung=lambda: False,
+        is_hung=never,
         steps_of_ranks: Callable[[int], str] = lambda done: "",
     ):
         self.address = address
@@ -140,7 +140,7 @@ class BackendClient:
         self,
         message: protocol.Sample | protocol.ModelCall,
         on_progress=nothing,
-        should_cancel=lambda: False,
+        should_cancel=never,
         meanwhile=nothing,
     ):
         """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it;

@@ -105,13 +105,13 @@ class Connected:
         self.client.close()
 
     def _request(self, message, *watching):
-        return self._explained(lambda: self.client.request(message, *watching))
+        return self._explained(self.client.request, message, *watching)
 
-    def _explained(self, action):
+    def _explained(self, action, *arguments):
         """Run ``action``; raise what ended the backend where it fails. Later requests of the same graph raise
         the first cause again: by then we have closed the backend, which alone is no failure."""
         try:
-            return action()
+            return action(*arguments)
         except BackendError as error:
             if self.why is None and self.process is not None:
                 self.why = self.process.failure()

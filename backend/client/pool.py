@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
 from .. import protocol
 from ..config import ParallelConfig
 from ..protocol import BackendError
-from ..runtime.callbacks import nothing
+from ..runtime.callbacks import never, nothing
 from .connect import connect
 from .connected import Connected
 from .idle import watch
@@ -126,7 +127,7 @@ class Backend(Connected):
         self,
         message: protocol.Sample | protocol.ModelCall,
         on_progress=nothing,
-        should_cancel=lambda: False,
+        should_cancel=never,
         meanwhile=nothing,
         room: Room | None = None,
         all_ranks: bool = False,
@@ -136,8 +137,8 @@ class Backend(Connected):
 
         def sample(message):
             callbacks = (on_progress, should_cancel, meanwhile)
-            with turn(self._busy, lambda: cancel(should_cancel)):
-                return self._explained(lambda: self.client.sample(message, *callbacks))
+            with turn(self._busy, partial(cancel, should_cancel)):
+                return self._explained(self.client.sample, message, *callbacks)
 
         try:
             result = with_room(room, self.client, message, sample, all_ranks)

@@ -16,6 +16,7 @@ from ..config import ParallelConfig
 from ..hardware.device_memory import says_full_gpu
 from ..planner.machine import AGAIN
 from ..protocol import BackendError
+from ..runtime.callbacks import never
 from . import fork_guard, nccl_settings
 from .agent_command import agent_command
 from .exit_report import (
@@ -189,8 +190,8 @@ def run(
     environment: dict[str, str],
     check: Check,
     longest: float = MAX_SECONDS,
-    is_started: Callable[[], bool] = lambda: False,
-    is_linked: Callable[[], bool] = lambda: False,
+    is_started: Callable[[], bool] = never,
+    is_linked: Callable[[], bool] = never,
     held: tuple[int, ...] = (),
     remedy: Callable[[], str] = lambda: "",
     is_last: bool = False,

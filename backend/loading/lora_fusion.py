@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -192,7 +193,7 @@ class FusedWeights:
         if not any(change.adapter.needs_the_whole for change in mine):
             return mine
         concerning = {change for piece in self._dependent(name, changes) for change in changes.get(piece, ())}
-        return sorted(concerning, key=lambda change: change.order)
+        return sorted(concerning, key=attrgetter("order"))
 
     def _dependent(self, name: str, changes: LoraChanges) -> list[str]:
         """Return the parameters of one tensor of the single file or a LoRA: values may depend on them all."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 
 from ..errors import UnsupportedError, quoted, reason, some
@@ -158,4 +159,4 @@ def _with_diffusers_names(name: str, files: Weights) -> Checkpoint | None:
             f"{name} has the names of diffusers' {why[0]}, but its shapes do not tell the configuration "
             f"({why[1]}); use the diffusers folder with its config.json, or a file in ComfyUI's layout."
         )
-    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
+    return max(candidates, key=itemgetter(0))[1] if candidates else None

@@ -1,13 +1,15 @@
 """CogVideoX (2b, 5b) and 1.5 of Zhipu, text or image to video: 30 or 42 joint blocks, v-prediction on a
 discrete schedule; text first."""
 
+from operator import itemgetter
+
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 from .blocks import APART, Blocks
 from .common import references
 from .common.request_arguments import once
-from .config_values import constant, entries
+from .config_values import always, constant, entries
 from .discrete_schedule import DiscreteSchedule
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under
@@ -59,7 +61,7 @@ def forward_args(config, grid, latent, timestep, cond):
     batch = latent.shape[0]
     tables = None
     if config["use_rotary_positional_embeddings"] and not config.get("learned_alone"):
-        tables = once(cond, "rotary", lambda: rotary(config, grid, latent.device))
+        tables = once(cond, "rotary", rotary, config, grid, latent.device)
     return dict(
         hidden_states=grid.pad(references.with_channels(latent, cond)).transpose(1, 2),
         encoder_hidden_states=cond["c_crossattn"],
@@ -175,10 +177,8 @@ SCHEDULE = DiscreteSchedule(0.00085, 0.012, zero_terminal_snr=True)
 FAMILY = Family(
     name="cogvideox",
     transformer="CogVideoXTransformer3DModel",
-    latent=Latent(
-        channels=lambda config: config["out_channels"], frames=True, pixels=constant(TEMPORAL, 8, 8)
-    ),
-    noise=Noise(prediction="v-ddpm", schedule=lambda config: SCHEDULE),
+    latent=Latent(channels=itemgetter("out_channels"), frames=True, pixels=constant(TEMPORAL, 8, 8)),
+    noise=Noise(prediction="v-ddpm", schedule=always(SCHEDULE)),
     io=ModelIO(
         arguments=forward_args, output=lambda output, grid: grid.padded.to_tokens(output.transpose(1, 2))
     ),

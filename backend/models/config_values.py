@@ -1,14 +1,24 @@
 """Functions of a transformer's configuration, for fields of Family whose values are data."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 Config = Mapping[str, Any]
+Value = TypeVar("Value")
+
+
+def always(value: Value) -> Callable[[Config], Value]:
+    """Return a function that returns ``value`` for every configuration."""
+    return lambda config: value
+
+
+#: The share in Blocks.flop_shares of a layer that no token passes.
+NO_SHARE = always(0)
 
 
 def constant(time: int, height: int, width: int) -> Callable[[Config], tuple[int, int, int]]:
     """Return a function that returns these three numbers for every configuration."""
-    return lambda config: (time, height, width)
+    return always((time, height, width))
 
 
 def entries(**names: str) -> Callable[[Config], dict[str, int]]:

@@ -50,8 +50,8 @@ def forward_args(config, grid, tokens, sigma, cond):
         pooled_projections=cond.get("y"),
         timestep=sigma.expand(batch),
         guidance=distilled_guidance(config, cond, batch),
-        img_ids=once(cond, "img_ids", lambda: references.all_positions(grid, cond, how, tokens.device)),
-        txt_ids=once(cond, "txt_ids", lambda: tokens.new_zeros(cond["c_crossattn"].shape[1], 3)),
+        img_ids=once(cond, "img_ids", references.all_positions, grid, cond, how, tokens.device),
+        txt_ids=once(cond, "txt_ids", tokens.new_zeros, cond["c_crossattn"].shape[1], 3),
     )
 
 

@@ -110,7 +110,7 @@ def forward_args(config, grid, latent, timestep, cond):
         text_embedding_mask_t5=mask("text_embedding_mask_t5", "encoder_hidden_states_t5", TEXT_T5),
         image_meta_size=cond["image_meta_size"].expand(batch, -1) if "image_meta_size" in cond else None,
         style=torch.zeros(batch, dtype=torch.long, device=device),
-        image_rotary_emb=once(cond, "rotary", lambda: rotary(config, grid, device)),
+        image_rotary_emb=once(cond, "rotary", rotary, config, grid, device),
     )
 
 

@@ -79,7 +79,7 @@ def forward_args(config, grid, latent, sigma, cond):
     glyphs = cond.get("txt_byt5")
     guidance = distilled_guidance(config, cond, batch)
     mask = once(cond, "mask", lambda: cond.get("attention_mask", hunyuan_video.all_tokens(text)).bool())
-    order = once(cond, "order", lambda: text_order(mask, glyphs))
+    order = once(cond, "order", text_order, mask, glyphs)
     return dict(
         hidden_states=grid.pad(latent),
         timestep=sigma.expand(batch) * 1000,
@@ -89,7 +89,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_attention_mask=mask,
         encoder_hidden_states_2=glyphs,
         order=order,
-        attention_mask=once(cond, "key mask", lambda: key_mask(order.mask, grid)),
+        attention_mask=once(cond, "key mask", key_mask, order.mask, grid),
     )
 
 

@@ -7,6 +7,7 @@ embeddings take both ways.
 """
 
 import math
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -308,7 +309,7 @@ LAYOUT = Layout(
 FAMILY = Family(
     name="hunyuan-video",
     transformer="HunyuanVideoTransformer3DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=True, pixels=constant(4, 8, 8)),
+    latent=Latent(channels=itemgetter("out_channels"), frames=True, pixels=constant(4, 8, 8)),
     noise=Noise(clean_inpaint=True),
     io=ModelIO(arguments=forward_args, prepare=prepare),
     blocks=Blocks(

@@ -111,8 +111,8 @@ def forward_args(config, grid, latent, sigma, cond):
     channels = config["in_channels"] - latent.shape[1]
     image = cond.get("c_concat", latent.new_zeros(batch, channels, *latent.shape[2:]))
     mask = once(cond, "mask", lambda: cond.get("attention_mask", all_tokens(text)))
-    glyphs = once(cond, "glyphs", lambda: given(cond, "txt_byt5", config["text_embed_2_dim"]))
-    features = once(cond, "features", lambda: given(cond, "clip_fea", config["image_embed_dim"]))
+    glyphs = once(cond, "glyphs", given, cond, "txt_byt5", config["text_embed_2_dim"])
+    features = once(cond, "features", given, cond, "clip_fea", config["image_embed_dim"])
     return dict(
         hidden_states=grid.pad(torch.cat([latent, image], dim=1)),
         timestep=sigma.expand(batch) * 1000,
@@ -121,7 +121,7 @@ def forward_args(config, grid, latent, sigma, cond):
         encoder_attention_mask=mask,
         encoder_hidden_states_2=glyphs,
         image_embeds=features,
-        prompt=once(cond, "prompt", lambda: Prompt(mask, glyphs, features)),
+        prompt=once(cond, "prompt", Prompt, mask, glyphs, features),
     )
 
 

@@ -11,7 +11,7 @@ from .blocks import JOINED, Blocks
 from .common.request_arguments import once
 from .common.shape_only import has_values, join
 from .common.timestep_precision import round_input
-from .config_values import constant, entries
+from .config_values import NO_SHARE, constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO, prompt_tokens
 from .key_layout import Layout, blocks_of
 
@@ -75,7 +75,7 @@ def forward_args(config, grid, tokens, sigma, cond):
     that the prompt's mask hides are a segment. The timestep counts from noise (0) to image (1). Without a
     prompt the image is all."""
     batch = tokens.shape[0]
-    places = once(cond, "places", lambda: _places(grid, cond, batch, tokens.device))
+    places = once(cond, "places", _places, grid, cond, batch, tokens.device)
     return dict(
         hidden_states=tokens.unflatten(2, (-1, CELLS)).transpose(2, 3).flatten(2),
         timestep=(1.0 - sigma).expand(batch),
@@ -150,7 +150,7 @@ FAMILY = Family(
         lists={"layers": JOINED},
         text_position="first",
         values=(("attention.to_v",),),
-        flop_shares={"adaln_modulation": lambda config: 0},
+        flop_shares={"adaln_modulation": NO_SHARE},
         per_token={"image_rotary_emb": ("joint", 1)},
     ),
     conditioning=Conditioning(

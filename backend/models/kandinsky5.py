@@ -5,6 +5,8 @@ Attention is over every token, as in ComfyUI, also where a folder's configuratio
 (NABLA), which has the same weights: no file says so.
 """
 
+from operator import itemgetter
+
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers import transformer_kandinsky as theirs
@@ -221,7 +223,7 @@ FAMILY = Family(
     name="kandinsky5",
     transformer="Kandinsky5Transformer3DModel",
     latent=Latent(
-        channels=lambda config: config["out_visual_dim"],
+        channels=itemgetter("out_visual_dim"),
         pixels=lambda config: (4 if is_video(config) else 1, 8, 8),
     ),
     io=ModelIO(arguments=forward_args),

@@ -106,7 +106,7 @@ def forward_args(config, grid, tokens, sigma, cond):
     batch = tokens.shape[0]
     parts = widths(config)[1]
     prompts = text.split(parts, dim=2) if text.shape[2] == sum(parts) else [text] * 2
-    if not once(cond, "finished", lambda: is_finished(config, cond)):
+    if not once(cond, "finished", is_finished, config, cond):
         prompts = [F.pad(prompt, (0, 1)) for prompt in prompts]
     factor = config["timestep_scale_multiplier"]
     levels = [times(part, cond.get(name), sigma, batch) * factor for part, name in zip(grid.grids, MASKS)]
@@ -118,7 +118,7 @@ def forward_args(config, grid, tokens, sigma, cond):
     moments = partial(audio_corners, config, grid.grids[1].counts[1], tokens.device)
     marks = {}
     if config.get("use_keyframes_abs_pos_embedding"):
-        frames = once(cond, "marks", lambda: single_frames(grid.grids[0], cond, tokens.device))
+        frames = once(cond, "marks", single_frames, grid.grids[0], cond, tokens.device)
         marks["video_keyframes_mask"] = frames
     return dict(
         hidden_states=video,

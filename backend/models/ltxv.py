@@ -157,7 +157,7 @@ def forward_args(config, grid, tokens, sigma, cond):
     causal = config.get("causal_temporal_positioning", False)
     if mask is not None and once(cond, "mask hides nothing", lambda: bool((mask == 1).all())):
         mask = None
-    places = once(cond, "corners", lambda: corners(grid, cond, tokens.device, causal))
+    places = once(cond, "corners", corners, grid, cond, tokens.device, causal)
     levels = sigma.expand(batch)
     level_of_token = {}
     if "denoise_mask" in cond:

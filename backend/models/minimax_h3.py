@@ -1,6 +1,8 @@
 """MiniMax-H3: 50 blocks over one stream of text, stereo audio and video; both latents are denoised at once,
 each on a noise schedule of its own."""
 
+from operator import itemgetter
+
 import torch
 
 from .blocks import JOINED, Blocks
@@ -74,7 +76,7 @@ def forward_args(config, grid, tokens, sigma, cond):
     if "given_tags" in cond and cond["given_tags"].shape[1]:
         clean = cond.get("given_times")
         if clean is None:
-            clean = once(cond, "reference times", lambda: sigma.new_tensor(REFERENCE_TIMES))
+            clean = once(cond, "reference times", sigma.new_tensor, REFERENCE_TIMES)
         times += [torch.maximum(now, least) for now, least in zip(times, clean.reshape(-1))]
 
     def with_references(name, tokens):
@@ -86,7 +88,7 @@ def forward_args(config, grid, tokens, sigma, cond):
         encoder_hidden_states=cond["c_crossattn"],
         timestep=torch.stack(times),
         latent_tokens=(audio.shape[1], video.shape[1]),
-        **once(cond, "sequence", lambda: _sequence(grid, cond, tokens.device)),
+        **once(cond, "sequence", _sequence, grid, cond, tokens.device),
     )
 
 
@@ -271,7 +273,7 @@ FAMILY = Family(
         text_position="first",
         values=(("attn.to_v",),),
         per_token={"adaln_indices": ("joint", 0), "rotary_emb": ("joint", 0)},
-        width=lambda config: config["hidden_size"],
+        width=itemgetter("hidden_size"),
     ),
     conditioning=Conditioning(
         accepted=("c_crossattn", "text_tags", *REFERENCES, "origin"),

@@ -188,7 +188,7 @@ def request_mask(parts, cond, device):
         mask = mask.bool()
         mask = mask[:1] if (mask == mask[:1]).all() else mask
         key = (*key, *map(tuple, mask.tolist()))
-    masks = once_a_request(cond, key, lambda: before(parts, mask, device))
+    masks = once_a_request(cond, key, before, parts, mask, device)
     return masks if len(masks) == 1 else masks[samples]
 
 
@@ -205,7 +205,7 @@ def forward_args(config, grid, tokens, sigma, cond):
         hidden_states=torch.cat([*references.tokens(grid, cond), tokens], dim=1),
         encoder_hidden_states=cond["c_crossattn"].expand(batch, -1, -1),
         timestep=(sigma.expand(batch) * 1000).to(tokens.dtype) / 1000,
-        sequence=once(cond, "sequence", lambda: _sequence(grid, cond, batch, tokens.device)),
+        sequence=once(cond, "sequence", _sequence, grid, cond, batch, tokens.device),
     )
 
 

@@ -4,6 +4,7 @@ through cross-attention."""
 
 import re
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch.nn.functional as F
@@ -300,7 +301,7 @@ def pixels(config) -> tuple[int, int, int]:
 FAMILY = Family(
     name="wan",
     transformer="WanTransformer3DModel",
-    latent=Latent(channels=lambda config: config["out_channels"], frames=True, pixels=pixels),
+    latent=Latent(channels=itemgetter("out_channels"), frames=True, pixels=pixels),
     io=ModelIO(arguments=forward_args),
     blocks=Blocks(
         output_layer="proj_out",

@@ -1,11 +1,13 @@
 """Z-Image (turbo) of Alibaba: 30 blocks over one stream of image and text, both padded to multiples of 32
 tokens, after two refiner blocks for each."""
 
+from operator import itemgetter
+
 import torch
 from diffusers.models.transformers.transformer_z_image import FeedForward
 
 from .blocks import IMAGE_ONLY, JOINED, Blocks
-from .config_values import constant, entries
+from .config_values import NO_SHARE, constant, entries
 from .family import Build, Cache, Conditioning, Family, Latent, ModelIO
 from .key_layout import Layout, blocks_of, under
 
@@ -128,9 +130,9 @@ FAMILY = Family(
         image="x",
         text_position="last",
         values=(("attention.to_v",),),
-        flop_shares={"adaLN_modulation.*": lambda config: 0},
+        flop_shares={"adaLN_modulation.*": NO_SHARE},
         per_token={"freqs_cis": ("joint", 1)},
-        heads=lambda config: config["n_heads"],
+        heads=itemgetter("n_heads"),
         head_size=lambda config: config["dim"] // config["n_heads"],
     ),
     conditioning=Conditioning(

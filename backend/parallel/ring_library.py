@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from ..errors import reason
+from ..runtime.callbacks import unchanged
 
 LIBRARY, RING = "yunchang", Path("ring", "utils.py")
 
@@ -26,7 +27,7 @@ def ring_library() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     script = torch.jit.script
     # TorchScript would have NVRTC compile the merge in the midst of a ring, and is not for Python 3.14
-    torch.jit.script = lambda function: function
+    torch.jit.script = unchanged
     try:
         spec.loader.exec_module(module)
     finally:

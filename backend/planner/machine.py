@@ -146,7 +146,7 @@ class Machine:
     def roomiest_first(self, shared: int | None = None) -> list[int]:
         """Return the indices of the GPUs by free memory, most first; of two alike as by ``fastest_first``."""
         gpus = [] if self.on_host else self.fastest_first(shared)
-        return sorted(gpus, key=lambda index: -self.memory[index])
+        return sorted(gpus, key=self.memory.__getitem__, reverse=True)
 
     def ordered(self, order: list[int], usual: list[int] | None = None) -> "Machine":
         """Return the machine with its GPUs in another order, of which plans take the first. Those that are

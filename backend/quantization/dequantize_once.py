@@ -7,6 +7,7 @@ until the request ends.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from operator import attrgetter
 
 import torch
 
@@ -32,7 +33,7 @@ def dequantized_once(weights: Iterable[PackedWeight], spare: int) -> Iterator[in
 def _chosen(weights: Iterable[PackedWeight], spare: int) -> list[PackedWeight]:
     """Return those that take longest to dequantize, for their size, as long as there is room."""
     chosen = []
-    for weight in sorted(weights, key=lambda each: -each.effort.moved):
+    for weight in sorted(weights, key=attrgetter("effort.moved"), reverse=True):
         size = _aligned_values(weight) * weight.dtype.itemsize
         if size <= spare:
             chosen.append(weight)

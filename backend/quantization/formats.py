@@ -52,6 +52,11 @@ class Effort:
     made: float
 
 
+def blocks_of(count: int) -> Callable[[Settings], int]:
+    """Return a ``Format.block`` of so many neighbours, whatever the settings."""
+    return lambda settings: count
+
+
 @dataclass(frozen=True)
 class Format:
     """How a format stores a matrix, and how that becomes the weight.
@@ -68,7 +73,7 @@ class Format:
     value_types: tuple[str, ...]
     needs: tuple[str, ...] = ("weight_scale",)
     leaves: tuple[str, ...] = SCALES
-    block: Callable[[Settings], int] = lambda settings: 1
+    block: Callable[[Settings], int] = blocks_of(1)
     values_per_element: int = 1
     short: str = ""
     tiles: tuple[str, ...] = ()
@@ -226,7 +231,7 @@ FORMATS = {
     "mxfp8": Format(
         _mxfp8,
         ("F8_E4M3",),
-        block=lambda settings: 32,
+        block=blocks_of(32),
         short="mxfp8",
         tiles=("F8_E8M0", "U8"),
         effort=Effort(11.5, 4, 4.1),
@@ -237,7 +242,7 @@ FORMATS = {
         _nvfp4,
         ("U8",),
         needs=("weight_scale", "weight_scale_2"),
-        block=lambda settings: 16,
+        block=blocks_of(16),
         values_per_element=2,
         short="nvfp4",
         tiles=("F8_E4M3", "U8"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .formats import Effort, Format, Settings, Stored
+from .formats import Effort, Format, Settings, Stored, blocks_of
 
 #: GGUF type -> bytes of a block at which its float16 scales and minima begin (ggml-common.h).
 GGUF_SCALES = {
@@ -183,5 +183,5 @@ def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
     _, block_values, _ = gguf_type(kind)
     return Format(
-        weight, (kind,), needs=(), block=lambda settings: block_values, short=kind, effort=GGUF_EFFORT[kind]
+        weight, (kind,), needs=(), block=blocks_of(block_values), short=kind, effort=GGUF_EFFORT[kind]
     )

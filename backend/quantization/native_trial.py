@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import reason
 from ..hardware.device_memory import check_not_lost, is_out_of_memory
+from ..runtime.callbacks import unchanged
 from .formats import FORMATS
 from .kernels import MatmulChoice
 from .matmul import RULES, Product, why_not_native
@@ -29,7 +30,7 @@ TOKENS = (1, 48, 256)
 #: a CPU. So much more is a kernel that fails without saying so.
 MAX_ERROR = 0.3
 #: Whether this rank's inputs are whole, or cut over ranks whose largest values it is told.
-MAX_OVER_RANKS_CASES = (None, lambda amax: amax)
+MAX_OVER_RANKS_CASES = (None, unchanged)
 
 
 def agree(

@@ -145,7 +145,7 @@ class _Measured:
                 sizes["matrices"] += math.prod(shape)
             if each.kernel in NATIVE_FORMATS:
                 sizes[NATIVE_FORMATS[each.kernel]] += math.prod(shape)
-        kind = max(RULES, key=lambda kind: sizes[kind])
+        kind = max(RULES, key=sizes.__getitem__)
         share = sizes[kind] / max(1, sizes["matrices"])
         return {"native_format": kind, "native_share": share} if share else {}
 

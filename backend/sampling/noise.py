@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..loading.staging import send
 from ..models.latent_tokens import NestedGrid, TokenGrid
+from ..runtime.callbacks import unchanged
 
 #: Draws that are cached: a step's patches are at most one model call apart, which consumes at most two.
 CACHED = 4
@@ -31,7 +32,7 @@ class FreshNoise:
     grid: TokenGrid | NestedGrid
     device: torch.device
     sigmas: Tensor
-    same_on_all_ranks: Callable[[Tensor], Tensor] = lambda drawn: drawn
+    same_on_all_ranks: Callable[[Tensor], Tensor] = unchanged
     count: int = 0
     drawn: dict[object, Tensor] = field(default_factory=dict)
 

@@ -18,7 +18,7 @@ from ..parallel.comm import WAIT_CLOCK, Pipe, all_gather, broadcast, cat_or_same
 from ..parallel.mesh import Mesh, require_work
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
-from ..runtime.callbacks import nothing
+from ..runtime.callbacks import never, nothing
 from .guidance import mix
 from .model_runner import Runner
 from .request import FreshNoise, Inpaint, Request, problem
@@ -69,7 +69,7 @@ class Callbacks:
     the last step, if a request asks for it. on_begin(step): on every rank before each evaluation."""
 
     on_step: Callable = nothing
-    should_stop: Callable[[], bool] = lambda: False
+    should_stop: Callable[[], bool] = never
     on_denoised: Callable = nothing
     on_begin: Callable[[int], None] = nothing
 

@@ -13,8 +13,9 @@ import comfy.model_patcher
 import comfy.supported_models
 import torch
 
+from ...backend.models.config_values import always, no_entries
 from ...backend.protocol import Loaded, RefusedError
-from ...backend.runtime.callbacks import nothing
+from ...backend.runtime.callbacks import nothing, unchanged
 from . import generic
 from . import payloads as arguments
 from .own_models import LATENT_FORMATS, Flux3, QwenImage21, Sana
@@ -43,12 +44,12 @@ class ComfyFamily:
     zeros: dict[str, str] = field(default_factory=dict)
     accepts: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
-    reads: Callable[[dict], dict] = lambda config: {}
+    reads: Callable[[dict], dict] = no_entries
     shapes: tuple[str, ...] = ()
     linear_shift: bool = False
     latents: tuple[int, ...] = ()
     images: bool = False
-    translate: Callable[[dict], dict] = lambda arguments: arguments
+    translate: Callable[[dict], dict] = unchanged
     check_mask: Callable[[torch.Tensor], None] = nothing
 
     def class_name(self, config: dict) -> str:
@@ -119,7 +120,7 @@ FAMILIES = {
         needs=("pooled_output",),
         zeros={"y": "pooled_projection_dim"},
         accepts=REFERENCES,
-        reads=lambda config: {"patch_size": 2},
+        reads=always({"patch_size": 2}),
     ),
     "chroma": ComfyFamily("Chroma", linear_shift=True),
     "sd3": ComfyFamily("SD3", needs=("pooled_output",)),
@@ -152,7 +153,7 @@ FAMILIES = {
         "QwenImage21",
         accepts=REFERENCES,
         translate=arguments.qwen_image21,
-        reads=lambda config: {"reset_prefix_cache": nothing},  # the ranks have their own cache
+        reads=always({"reset_prefix_cache": nothing}),  # the ranks have their own cache
     ),
     "z-image": ComfyFamily("ZImage", reads=_in_channels),
     "krea2": ComfyFamily("Krea2", accepts=REFERENCES, images=True),
@@ -183,7 +184,7 @@ FAMILIES = {
         translate=arguments.minimax_h3,
         check_mask=arguments.check_minimax_mask,
         reads=lambda config: {
-            "preprocess_text_embeds": lambda states: states,
+            "preprocess_text_embeds": unchanged,
             "patch_size": tuple(config["patch_size"]),
         },
     ),

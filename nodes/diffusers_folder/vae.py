@@ -1,6 +1,7 @@
 """A VAE of ComfyUI's around one of diffusers: batches, tiles, cropping and memory are ComfyUI's own."""
 
 import math
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -61,6 +62,11 @@ class FirstFrameAutoencoder(Autoencoder):
 
 #: Class of diffusers -> how it is called, where not as Autoencoder calls it.
 AUTOENCODERS = {"AutoencoderKLFlux2": PackedAutoencoder, "AutoencoderKLQwenImage21": FirstFrameAutoencoder}
+
+
+def _memory_used(numbers, shape, dtype):
+    """Return the bytes of so many ``numbers`` a pixel of ``shape`` (B, C, [T,] H, W)."""
+    return numbers * math.prod(shape[2:]) * comfy.model_management.dtype_size(dtype)
 
 
 class DiffusersVAE(comfy.sd.VAE):
@@ -139,7 +145,6 @@ class DiffusersVAE(comfy.sd.VAE):
             self.downscale_ratio = (lambda frames: max(0, (frames + missing) // time), space, space)
             self.upscale_index_formula = self.downscale_index_formula = (time, space, space)
             pixels *= time
-        # bytes a pixel: ComfyUI's own for the VAEs of Stable Diffusion
-        size = comfy.model_management.dtype_size
-        self.memory_used_encode = lambda shape, dtype: 1767 * math.prod(shape[2:]) * size(dtype)
-        self.memory_used_decode = lambda shape, dtype: 2178 * math.prod(shape[2:]) * pixels * size(dtype)
+        # numbers a pixel: ComfyUI's own for the VAEs of Stable Diffusion
+        self.memory_used_encode = partial(_memory_used, 1767)
+        self.memory_used_decode = partial(_memory_used, 2178 * pixels)

@@ -10,12 +10,13 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from ...errors import UnsupportedError, reason
 from ...models.blocks import Blocks
+from ...models.config_values import NO_SHARE, always, constant, no_entries
 from ...models.discrete_schedule import of_scheduler, prediction
 from ...models.family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO, Noise, patch_of
 from ...models.key_layout import Layout
@@ -25,7 +26,7 @@ from .inputs import CONDITIONING, WIDTHS, cannot_run, inputs_of
 from .structure import CannotCut, check_cut, structure
 
 #: The layout of files whose keys are diffusers' own.
-NO_LAYOUT = Layout(signature=(), config=lambda shapes: {})
+NO_LAYOUT = Layout(signature=(), config=no_entries)
 #: (height, width) in tokens, and tokens of the prompt, in the two traced runs; a size shows what it counts.
 TRACE_SIZES = (((6, 5), 7), ((6, 7), 11))
 
@@ -35,10 +36,10 @@ def unknown(cls: type) -> Family:
     return Family(
         name=cls.__name__,
         transformer=cls.__name__,
-        latent=Latent(channels=lambda config: 1, patch=lambda config: (1, 1, 1)),
+        latent=Latent(channels=always(1), patch=constant(1, 1, 1)),
         io=ModelIO(arguments=lambda *arguments: {}, output=lambda output, grid: output),
         blocks=Blocks(lists={}),
-        conditioning=Conditioning(accepted=(), required=(), widths=lambda config: {}),
+        conditioning=Conditioning(accepted=(), required=(), widths=no_entries),
         tensor_plan=None,
         layout=NO_LAYOUT,
     )
@@ -95,7 +96,7 @@ def _tried(cls: type, config_json: str) -> dict:
     try:
         sizes = [(shallow_model.request(counts, text)[0].tokens, text) for counts, text in TRACE_SIZES]
         large = shallow_model.run(*TRACE_SIZES[1])
-        facts = structure(first, large, sizes, lambda: shallow_model.run(*TRACE_SIZES[0], seed=1))
+        facts = structure(first, large, sizes, partial(shallow_model.run, *TRACE_SIZES[0], seed=1))
         return asdict(_checked(shape, replace(trial, blocks=facts), shallow_model))
     except CannotCut as refusal:
         return asdict(replace(trial, whole_only=str(refusal)))
@@ -104,9 +105,7 @@ def _tried(cls: type, config_json: str) -> dict:
 def _described(shape: "ClassInputs", scheduler: Mapping | None, trial: Trial) -> Family:
     """Make the Family of what its configuration, scheduler and trial tell."""
     schedule = of_scheduler(scheduler)
-    # functions below hold on to these alone
-    channels = shape.channels
-    patch = shape.patch
+    channels = shape.channels  # functions below hold on to this, not to the shape
     widths = {CONDITIONING[name]: shape.width(name) for name in WIDTHS if name in shape.inputs.names}
     inputs = replace(
         shape.inputs,
@@ -121,34 +120,27 @@ def _described(shape: "ClassInputs", scheduler: Mapping | None, trial: Trial) ->
         return output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
 
     blocks: dict = {"lists": {}, **trial.blocks, "whole_only": trial.whole_only}
-    blocks["flop_shares"] = dict.fromkeys(trial.blocks.get("flop_shares", ()), _no_share)
+    blocks["flop_shares"] = dict.fromkeys(trial.blocks.get("flop_shares", ()), NO_SHARE)
     return Family(
         name=shape.cls.__name__,
         transformer=shape.cls.__name__,
         latent=Latent(
-            channels=lambda config: channels, patch=lambda config: patch, frames=inputs.video, pixels=pixels
+            channels=always(channels), patch=always(shape.patch), frames=inputs.video, pixels=pixels
         ),
-        noise=Noise(prediction(scheduler), (lambda config: schedule) if schedule else None),
+        noise=Noise(prediction(scheduler), always(schedule) if schedule else None),
         io=ModelIO(
             inputs, output=(lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens
         ),
-        blocks=Blocks(
-            heads=lambda config: max(1, trial.heads), head_size=lambda config: trial.head_size, **blocks
-        ),
+        blocks=Blocks(heads=always(max(1, trial.heads)), head_size=always(trial.head_size), **blocks),
         conditioning=Conditioning(
             accepted=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names),
             required=(*widths, *["guidance"] * inputs.guided),
-            widths=lambda config: widths,
+            widths=always(widths),
         ),
         build=Build(dtypes=BF16_OR_FP16),
         tensor_plan=None,
         layout=NO_LAYOUT,
     )
-
-
-def _no_share(config) -> int:
-    """Return 0, the share in Blocks.flop_shares of a layer that no token passes."""
-    return 0
 
 
 def _checked(shape: "ClassInputs", trial: Trial, shallow_model: "_ShallowModel") -> Trial:
@@ -205,7 +197,7 @@ class _ShallowModel:
         self.shape = shape
         accepted = inspect.signature(shape.cls.__init__).parameters
         arguments = {key: value for key, value in shape.config.items() if key in accepted}
-        self.transformer = self._try(lambda: shallow(shape.cls, arguments))
+        self.transformer = self._try(shallow, shape.cls, arguments)
 
     def request(self, counts: tuple[int, int], text: int, seed: int = 0) -> tuple[TokenGrid, dict]:
         """Return a grid of ``counts`` tokens, of two frames for video, and random arguments."""
@@ -226,9 +218,9 @@ class _ShallowModel:
     def run(self, counts, text, seed: int = 0) -> Trace:
         return self._try(lambda: trace(self.transformer, self.request(counts, text, seed)[1]))
 
-    def _try(self, action):
+    def _try(self, action, *arguments):
         try:
-            return action()
+            return action(*arguments)
         except UnsupportedError:
             raise
         except Exception as error:  # whatever a foreign forward raises

@@ -57,23 +57,21 @@ class Inputs:
         """Return the arguments of the forward; latent (B, C, [T,] H, W) is padded to whole tokens here."""
         batch = latent.shape[0]
         time = (1.0 - sigma if self.inverted else sigma) * self.scale
-        values = {
-            "hidden_states": lambda: grid.to_tokens(latent) if self.packed else grid.pad(latent),
-            "encoder_hidden_states": lambda: cond["c_crossattn"],
-            "timestep": lambda: time.expand(batch).to(latent.device),
-            "pooled_projections": lambda: cond["y"],
-            "guidance": lambda: cond["guidance"].reshape(-1).expand(batch) if self.guided else None,
-            "encoder_attention_mask": lambda: cond.get("attention_mask", _ones(cond["c_crossattn"])),
-            "img_ids": lambda: _positions(grid, cond["c_crossattn"], self.image_last),
-            "txt_ids": lambda: _text_positions(cond["c_crossattn"], self.numbers_text),
-            "original_size": lambda: _pixels(grid, latent),
-            "target_size": lambda: _pixels(grid, latent),
-            "crop_coords": lambda: latent.new_zeros(batch, 2),
-            "num_frames": lambda: grid.counts[0],
-            "height": lambda: grid.counts[1],
-            "width": lambda: grid.counts[2],
-        }
-        return {name: values[name]() for name in self.names}
+        values: dict = {ours: cond.get(comfy) for ours, comfy in CONDITIONING.items()}
+        values["hidden_states"] = grid.to_tokens(latent) if self.packed else grid.pad(latent)
+        values["timestep"] = time.expand(batch).to(latent.device)
+        values["guidance"] = cond["guidance"].reshape(-1).expand(batch) if self.guided else None
+        values |= zip(("num_frames", "height", "width"), grid.counts)
+        if "encoder_attention_mask" in self.names and "attention_mask" not in cond:
+            values["encoder_attention_mask"] = _ones(cond["c_crossattn"])
+        if "img_ids" in self.names:
+            values["img_ids"] = _positions(grid, cond["c_crossattn"], self.image_last)
+        if "txt_ids" in self.names:
+            values["txt_ids"] = _text_positions(cond["c_crossattn"], self.numbers_text)
+        if {"original_size", "target_size", "crop_coords"} & set(self.names):
+            size = _pixels(grid, latent)
+            values |= {"original_size": size, "target_size": size, "crop_coords": latent.new_zeros(batch, 2)}
+        return {name: values[name] for name in self.names}
 
 
 #: What Inputs can fill.

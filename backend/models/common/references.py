@@ -169,7 +169,7 @@ def with_features(tokens: Tensor, grid: TokenGrid, cond: Mapping[str, Tensor]) -
     """Return with_channels of the latent's tokens (B, N, F): a token's channels follow each other."""
     if "c_concat" not in cond:
         return tokens
-    image = once(cond, "tokens of c_concat", lambda: grid.to_tokens(cond["c_concat"]))
+    image = once(cond, "tokens of c_concat", grid.to_tokens, cond["c_concat"])
     return torch.cat([tokens, image], dim=2)
 
 

@@ -43,27 +43,29 @@ def distilled_guidance(config: Mapping[str, Any], cond: Mapping[str, Tensor], ba
     return cond["guidance"].reshape(-1).expand(batch)
 
 
-def once(cond: Mapping[str, Tensor], name: str, make: Callable[[], Made]) -> Made:
-    """Return what ``make`` returns, computed at the first step of a request alone.
+def once(cond: Mapping[str, Tensor], name: str, make: Callable[..., Made], *arguments: Any) -> Made:
+    """Return what ``make`` returns of these ``arguments``, computed at the first step of a request alone.
 
     For what depends on neither the latent's values nor the noise level, and would wait for the device or keep
-    the host busy: positions, indices, whether a mask hides anything. ``cond``: the arguments that
-    ModelIO.arguments was given; with a plain dictionary it is made anew.
+    the host busy: positions, indices, whether a mask hides anything. ``arguments`` are made at every step.
+    ``cond``: what ModelIO.arguments was given; with a plain dictionary it is made anew.
     """
     if not isinstance(cond, RequestArguments):
-        return make()
+        return make(*arguments)
     if name not in cond.cached:
-        cond.cached[name] = make()
+        cond.cached[name] = make(*arguments)
     return cond.cached[name]
 
 
-def once_a_request(cond: Mapping[str, Tensor], key: Hashable, make: Callable[[], Made]) -> Made:
+def once_a_request(
+    cond: Mapping[str, Tensor], key: Hashable, make: Callable[..., Made], *arguments: Any
+) -> Made:
     """Return what ``make`` returns, computed once for all prompts and samples of a request that have ``key``:
     for what is large. As ``once`` otherwise."""
     if not isinstance(cond, RequestArguments):
-        return make()
+        return make(*arguments)
     if key not in cond.shared:
-        cond.shared[key] = make()
+        cond.shared[key] = make(*arguments)
     return cond.shared[key]
 
 
