@@ -1,6 +1,5 @@
 """Attention kernels are tried before a request: what fails is refused by all ranks, and these stay."""
 
-import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attention_packages import VERSION_1, package
+from attention_stubs import right
 
 from backend.config import ParallelConfig
 from backend.parallel import kernel_trial
@@ -29,11 +29,6 @@ def without_lse(q, k, v, scale, lse):
     if lse:
         raise RuntimeError("No execution plans support the graph.")
     return SDPA(q, k, v, scale=scale), None
-
-
-def right(q, k, v, scale, lse):
-    sums = (q.float() @ k.float().transpose(2, 3) * scale).logsumexp(-1)
-    return SDPA(q, k, v, scale=scale), sums if lse else None
 
 
 def without_sums(q, k, v, scale, lse):
@@ -188,57 +183,6 @@ def scaled_in_place(q, k, v, scale, lse):
 def test_what_would_broadcast_or_change_a_buffer_is_refused(kernel, call, lse, says):
     kernel(call)
     assert says in kernel_trial.failure("sage", torch.bfloat16, 64, lse, CPU)
-
-
-def by_address(x):
-    """What lies where a contiguous tensor would have the numbers of ``x``."""
-    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
-
-
-def contiguous_queries(q, k, v, scale, lse):
-    return right(by_address(q), k, v, scale, lse)
-
-
-def strides_of_queries(q, k, v, scale, lse):
-    """Reads values by the strides of queries, as far as memory goes."""
-    places = torch.arange(q.untyped_storage().size() // q.itemsize).as_strided(q.shape, q.stride())
-    whole = v.flatten()
-    return right(q, k, whole[places % len(whole)], scale, lse)
-
-
-def first_head(q, k, v, scale, lse):
-    return right(q, *(each[:, :1].expand_as(each) for each in (k, v)), scale, lse)
-
-
-def last_head_lost(q, k, v, scale, lse):
-    out, sums = right(q, k, v, scale, lse)
-    out[-1, -1] = 0
-    return out, sums
-
-
-def in_base_2(q, k, v, scale, lse):
-    out, sums = right(q, k, v, scale, lse)
-    return out, sums / math.log(2) if lse else None
-
-
-@pytest.mark.parametrize(
-    "call, says",
-    [
-        (contiguous_queries, "of its values"),
-        (strides_of_queries, "of its values"),
-        (first_head, "of its values"),
-        (last_head_lost, "it is off by 1 of its values"),
-        (in_base_2, "its log-sum-exp is off by 2."),
-    ],
-)
-def test_what_is_right_for_one_contiguous_head_alone_is_refused(kernel, call, says):
-    kernel(call)
-    assert says in kernel_trial.failure("sage", torch.bfloat16, 64, True, CPU)
-
-
-def test_a_right_kernel_passes_with_its_log_sum_exp(kernel):
-    kernel(right)
-    assert kernel_trial.failure("sage", torch.bfloat16, 64, True, CPU) == ""
 
 
 @pytest.mark.parametrize("lse", [False, True])
