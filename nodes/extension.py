@@ -10,16 +10,15 @@ from server import PromptServer
 from ..backend.client.interrupts import DeadlineError, deadline
 from ..backend.client.status import log_of_last_backend
 from ..backend.protocol import BackendError
-from . import graph_trials
-from .benchmark_prompts import trials
 from .graph import queued_graph
-from .host import panel
 from .host.models_on_ranks import free_weights
 from .host.refusals import MISTAKES, says_more
 from .host.remote_patcher import take_bypass_loras
 from .load_diffusers_clip_vae import LoadDiffusersCLIPVAE
 from .load_parallel_dit import LoadParallelDiT
-from .panel_routes import add_routes
+from .panel import backends, graph_trials
+from .panel.benchmark_prompts import trials
+from .panel.routes import add_routes
 from .parallel_config import ParallelConfigNode
 from .parallel_demo_loader import ParallelDemoLoader
 from .parallel_doctor import ParallelDoctor
@@ -47,10 +46,10 @@ class ParallelDiTExtension(ComfyExtension):
         PromptServer.instance.add_on_prompt_handler(queued_graph.note_queued)
         logging.getLogger().addFilter(says_more)
         take_bypass_loras()
-        questions = {"status": panel.status, "log": log_of_last_backend}
+        questions = {"status": backends.status, "log": log_of_last_backend}
         actions = {
             "free": lambda body: {"freed": free_weights(deadline(FREE_SECONDS, "ranks have freed nothing"))},
-            "stop": lambda body: panel.stop(),
+            "stop": lambda body: backends.stop(),
             "trials": lambda body: graph_trials.answer(body, PromptServer.instance, trials),
             "stop_trials": graph_trials.stop,
         }

@@ -14,6 +14,7 @@ from ..backend.planner.auto_config import AutoConfig, unused_method
 from ..backend.planner.choose import MANUAL
 from ..backend.protocol import RefusedError
 from ..backend.protocol.load_choices import MATMULS, WEIGHT_DTYPES
+from .graph.queued_config import config_in
 from .graph.queued_graph import executed, queued, samplers_of, source, validated, values
 from .host import handle
 from .host.auto_plan import run_planned
@@ -27,7 +28,6 @@ from .host.progress import NodeStatus, node_text
 from .host.refusals import errors_on_node
 from .host.report import shown
 from .host.schema import ALIASES, ParallelConfigType, ParallelDiTType, advanced, schema
-from .parallel_config import config_in
 
 #: Shown while the page waits for its graph to be queued.
 READING = "reading the model's headers"

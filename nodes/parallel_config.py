@@ -4,9 +4,10 @@ import torch
 from comfy_api.latest import io
 
 from ..backend.config import AXES, CHOICES, ParallelConfig
-from ..backend.planner.auto_config import AutoConfig, config_of
+from ..backend.planner.auto_config import config_of
 from ..backend.planner.choose import AUTO, METHODS
-from .graph.queued_graph import queued, validated, values
+from .graph.queued_config import config_in
+from .graph.queued_graph import queued, validated
 from .host.refusals import errors_on_node
 from .host.schema import ALIASES, ParallelConfigType, advanced, schema
 
@@ -111,13 +112,3 @@ class ParallelConfigNode(io.ComfyNode):
     @errors_on_node()
     def execute(cls, **inputs) -> io.NodeOutput:
         return io.NodeOutput(config_of(torch.cuda.device_count(), **inputs))
-
-
-def config_in(graph: dict, node: str | None) -> ParallelConfig | AutoConfig | None:
-    """Return the configuration of a Parallel Config in a queued graph; None where there is none, or where it
-    is not known yet. ConfigError as ``config_of``."""
-    known = graph.get(node or "", {})
-    inputs = values(graph, node or "")
-    if known.get("class_type") != "ParallelConfig" or len(inputs) < len(known["inputs"]):
-        return None
-    return config_of(torch.cuda.device_count(), **inputs)

@@ -3,10 +3,10 @@
 from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
+from .host.queued_checks import CheckedSampler
 from .host.refusals import errors_on_node
 from .host.remote_solver import sample_on_ranks
 from .host.schema import ALIASES, schema
-from .queued_checks import CheckedSampler
 
 
 class ParallelSampler(CheckedSampler):

@@ -5,12 +5,12 @@ from comfy_api.latest import io
 
 from .host import sampling_inputs as inputs
 from .host.auto_plan import sample_planned
+from .host.queued_checks import CheckedSampler
 from .host.refusals import errors_on_node
 from .host.remote_solver import model_on_ranks
 from .host.report import shown
 from .host.sampling_checks import check_inputs
 from .host.schema import ALIASES, schema
-from .queued_checks import CheckedSampler
 
 
 class ParallelSamplerCustom(CheckedSampler):

@@ -9,8 +9,9 @@ from comfy_modules import comfy_modules
 with comfy_modules():
     import comfy.model_management
     from parallel_dit.backend.protocol import Progress
-    from parallel_dit.nodes.host import one_rank, panel
+    from parallel_dit.nodes.host import one_rank
     from parallel_dit.nodes.host.progress import NO_PREVIEW, NodeStatus, Reporter
+    from parallel_dit.nodes.panel import backends as panel
 
 
 @pytest.mark.parametrize("ends", ["well", "cancelled"])

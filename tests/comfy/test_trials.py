@@ -14,7 +14,7 @@ with comfy_modules():
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig, config_of
     from parallel_dit.backend.planner.machine import RequestEstimate
-    from parallel_dit.nodes import benchmark_prompts
+    from parallel_dit.nodes.panel import benchmark_prompts
 
 GB = 1_000_000_000
 GPUS = 2

@@ -40,6 +40,7 @@ LAYERS = [
     "nodes.diffusers_folder",
     "nodes.graph",
     "nodes.host",
+    "nodes.panel",
     "nodes",
 ]
 #: What ComfyUI's process imports of the backend: rooms, and single files that need nothing.

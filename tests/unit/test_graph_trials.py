@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pack  # noqa: F401  # makes parallel_dit importable
 import pytest
-from parallel_dit.nodes import graph_trials
+from parallel_dit.nodes.panel import graph_trials
 
 from backend.config import ConfigError
 

@@ -11,10 +11,10 @@ from without_comfy import HOST, StandIn
 
 @pytest.fixture
 def panel(monkeypatch):
-    """nodes/host/panel.py with ``running``: the graphs that ComfyUI executes, and ``interrupted``."""
+    """nodes/panel/backends.py with ``running``: the graphs that ComfyUI executes, and ``interrupted``."""
     with handles() as host:
         monkeypatch.setitem(sys.modules, f"{HOST}.host.remote_solver", StandIn("remote_solver"))
-        module = importlib.import_module(f"{HOST}.host.panel")
+        module = importlib.import_module(f"{HOST}.panel.backends")
         running, interrupted = {}, []
         queue = SimpleNamespace(currently_running=running)
         server = sys.modules["server"]

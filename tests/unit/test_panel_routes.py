@@ -39,10 +39,10 @@ def module(monkeypatch):
     )
     if "aiohttp" not in sys.modules:
         monkeypatch.setitem(sys.modules, "aiohttp", SimpleNamespace(web=web))
-    from parallel_dit.nodes import panel_routes
+    from parallel_dit.nodes.panel import routes
 
-    monkeypatch.setattr(panel_routes, "web", web)
-    return panel_routes
+    monkeypatch.setattr(routes, "web", web)
+    return routes
 
 
 @pytest.fixture

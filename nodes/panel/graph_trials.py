@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..backend.config import ConfigError
+from ...backend.config import ConfigError
 
 #: Name of a benchmark, of its page -> whether it is to stop, while its question is answered.
 _stops: dict[str, threading.Event] = {}

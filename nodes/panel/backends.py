@@ -11,9 +11,9 @@ from ...backend.client.status import rank_state, report
 from ...backend.config import in_words
 from ...backend.protocol import BackendError
 from ..graph.queued_graph import executes
-from . import refusals, remote_solver
-from .graph_requests import LOADER
-from .progress import NodeStatus
+from ..host import refusals, remote_solver
+from ..host.graph_requests import LOADER
+from ..host.progress import NodeStatus
 
 #: Seconds for which the free memory of GPUs is not asked for again: the driver's tool needs a while.
 MEMORY_SECONDS = 5.0

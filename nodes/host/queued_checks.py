@@ -2,10 +2,10 @@
 
 from comfy_api.latest import io
 
-from ..backend.config import ConfigError, ParallelConfig
-from .graph.queued_graph import constants, loader_of, queued, source, validated
-from .host.guidance import guidance_of, skips_negative
-from .parallel_config import config_in
+from ...backend.config import ConfigError, ParallelConfig
+from ..graph.queued_config import config_in
+from ..graph.queued_graph import constants, loader_of, queued, source, validated
+from .guidance import guidance_of, skips_negative
 
 
 class CheckedSampler(io.ComfyNode):

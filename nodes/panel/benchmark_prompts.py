@@ -9,17 +9,17 @@ from operator import attrgetter
 
 import torch
 
-from ..backend.client import planning, pool
-from ..backend.config import ConfigError, ParallelConfig
-from ..backend.planner.auto_config import PLANNED, AutoConfig
-from ..backend.planner.choose import EXACT, MANUAL, Question
-from ..backend.planner.option import Option
-from ..backend.runtime.callbacks import nothing
-from .graph.queued_graph import ancestors, loader_of, source, values
-from .host.auto_plan import question_for_page
-from .host.graph_requests import request_of_graph
-from .host.model_files import model_choice_of, model_folders
-from .parallel_config import config_in
+from ...backend.client import planning, pool
+from ...backend.config import ConfigError, ParallelConfig
+from ...backend.planner.auto_config import PLANNED, AutoConfig
+from ...backend.planner.choose import EXACT, MANUAL, Question
+from ...backend.planner.option import Option
+from ...backend.runtime.callbacks import nothing
+from ..graph.queued_config import config_in
+from ..graph.queued_graph import ancestors, loader_of, source, values
+from ..host.auto_plan import question_for_page
+from ..host.graph_requests import request_of_graph
+from ..host.model_files import model_choice_of, model_folders
 
 #: Ways to share the work that are tried, those with the best estimates, besides one rank alone.
 MAX_CANDIDATES = 5
