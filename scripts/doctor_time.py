@@ -251,6 +251,6 @@ def of_form(clock, names: Iterable[str], telling: Iterable[str]) -> list[str]:
     listed = list(names)
     if not clock.is_short:
         return listed
-    kept = set(telling)
-    clock.left_out += [name for name in listed if name not in kept]
-    return [name for name in listed if name in kept]
+    chosen = set(telling)
+    clock.left_out += [name for name in listed if name not in chosen]
+    return [name for name in listed if name in chosen]
