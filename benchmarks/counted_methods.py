@@ -35,11 +35,7 @@ FURTHER: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
 IN_HALVES = ("u2, halves", "tp2, halves")
 #: Families that are counted in halves and as a hybrid: of two streams and of one.
 OF_REAL_SIZES = ("flux-dev", "wan21-t2v")
-#: Golden families that are not counted -> why.
-LEFT_OUT = {
-    "minimax-h3-curves": "differs from minimax-h3 in its weights alone",
-}
-FAMILIES = tuple(name for name in LATENT_FORMATS if name not in LEFT_OUT)
+FAMILIES = tuple(LATENT_FORMATS)
 #: Quantized models, and the methods of which they are counted.
 PACKED, PACKED_METHODS = tuple(packed_models.MODELS), ("one rank", "u2", "pp2")
 
