@@ -9,11 +9,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import dry_run
 import launches
 from meta_device import META, meta_device
 from operation_count import Count
+from torch import Tensor, nn
 
 from backend.config import ParallelConfig
+from backend.hardware.host_memory import on_device
 from backend.models.latent_tokens import TokenGrid
 from backend.parallel import modulation_cache, modulation_chunks
 from backend.parallel.modulation_cache import CurrentCall
@@ -67,6 +70,32 @@ def test_rows_of_one_sample_are_not_waited_for():
         [2.0, 3.0],
         [0.0, 1.0],
     ]
+
+
+@pytest.mark.full
+def test_gathered_modulation_of_a_later_chunk_is_not_waited_for(monkeypatch):
+    """Of sharded weights, at the released size: a step gathers those of modulation too."""
+    monkeypatch.setattr(modulation_cache, "equal_rows", lambda every: torch.arange(len(every)))
+    usual = dry_run.run("sd3", "fsdp", 2, 1)
+    monkeypatch.setattr(modulation_chunks, "AHEAD", 1)
+    found = dry_run.run("sd3", "fsdp", 2, 1)
+    assert found.sent["weights"] > usual.sent["weights"] and not found.waits
+
+
+def test_offloaded_modulation_is_not_waited_for(monkeypatch):
+    """Its weights are sent to the device, and on page-locked memory the host goes on."""
+    layer = nn.Linear(4, 8)
+    copied = []
+    own = Tensor.to
+
+    def to(self, device, non_blocking=False):
+        copied.append(non_blocking)
+        return own(self, device)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    with on_device(layer, META):
+        assert layer.weight.is_meta
+    assert copied == [True, True] and layer.weight.is_cpu
 
 
 GRID = TokenGrid((4, 8, 8), (1, 2, 2))
