@@ -34,7 +34,7 @@ def shapes(lab: Lab) -> Found:
     """Seconds a step at the shapes of Flux.1, Wan 14B and MiniMax-H3, of which a few blocks have random
     weights, in bf16 (Flux.1's by the check "speed"), int8 and fp8; in the shorter form in bf16 alone."""
     if lab.is_short:
-        lab.left_out += [f"{family} in {kind}" for family in SHAPES for kind in KINDS]
+        lab.left_out += [f"{family} {kind}" for family in SHAPES for kind in KINDS]
         yield from _in_bf16(lab)
         return
     for family in while_time(lab, SHAPES):
