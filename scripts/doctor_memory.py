@@ -37,9 +37,10 @@ class MemoryWatch(threading.Thread):
         return self.memory.taken()
 
     def run(self):
-        while not self.done.is_set():
-            self.most = [max(pair) for pair in zip(self.most, self.held())]
-            time.sleep(POLL_SECONDS)
+        with suppress(psutil.NoSuchProcess):  # ranks that are ended meanwhile, of which the request says why
+            while not self.done.is_set():
+                self.most = [max(pair) for pair in zip(self.most, self.held())]
+                time.sleep(POLL_SECONDS)
 
     def stop(self) -> list[int]:
         """End; return the most above what was held at the start."""

@@ -1,6 +1,7 @@
 """What scripts/doctor.py --full makes of what ranks answer."""
 
 import os
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -247,6 +248,19 @@ def test_degrees_that_do_not_divide_a_model_are_no_problem():
     assert not [each for each in threading.enumerate() if isinstance(each, doctor_memory.MemoryWatch)]
     assert {each.status for each in found} == {OK}
     assert "tensor parallel, flux-dev: not possible" in str(refused)
+
+
+def test_ranks_may_end_while_their_memory_is_watched(monkeypatch):
+    """As at the end of the minutes: the thread's traceback stood between the findings."""
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        ranks = SimpleNamespace(welcome=SimpleNamespace(pids=[process.pid]))
+        lab = SimpleNamespace(device="cpu", backend=lambda config: ranks)
+        watch = doctor_memory.MemoryWatch(lab, ParallelConfig())
+        process.kill()
+    watch.join(60)
+    assert not watch.is_alive() and not raised and watch.stop()[0] >= 0
 
 
 @pytest.mark.parametrize("only, checks", [("", ["full", "full", "links", "links"]), ("methods", ["full"])])
