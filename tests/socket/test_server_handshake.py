@@ -44,6 +44,17 @@ def test_a_recorded_handshake_is_of_no_use_later(server):
     assert "token" in framing.receive(again).message and closed(again)
 
 
+@pytest.mark.parametrize("digits", [0, 1, 63])
+def test_the_beginning_of_a_proof_proves_nothing(server, digits):
+    """Of none of it, whoever connects would be let in."""
+    client, nonce = connect(server), handshake.new_nonce()
+    framing.send(client, Hello(nonce))
+    proof = handshake.proof(TOKEN, handshake.CLIENT, nonce, framing.receive(client).nonce)
+    framing.send(client, Proof(proof[:digits]))
+    refused = framing.receive(client)
+    assert isinstance(refused, Failure) and "token" in refused.message and closed(client)
+
+
 @pytest.mark.parametrize("first", [Hello(""), Hello("0" * 63), Hello("Z" * 64), Hello("\u0660" * 64)])
 def test_a_nonce_has_one_form(server, first):
     client = connect(server)
