@@ -16,11 +16,13 @@ from backend.errors import UnsupportedError
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.latent_tokens import TokenGrid
+from backend.parallel.sequence import Span
 from backend.protocol import Sample
 from backend.protocol.solver_names import HALF_LOG_SNR, NEEDS_NEGATIVE, PERCENTS, SOLVERS
 from backend.sampling.noise import CACHED, FreshNoise
 from backend.sampling.prediction import EPS, FLOW, V
 from backend.sampling.request import Inpaint, build
+from backend.sampling.request import problem as request_problem
 from backend.sampling.solver_registry import SOLVER_FUNCTIONS, evaluations, solver_input
 from backend.sampling.validation import RequestTarget, check_sample
 
@@ -293,8 +295,8 @@ def test_samples_of_a_batch_have_noise_of_their_own():
         assert noise.draw(index).equal(GRID.to_tokens(whole))
 
 
-def test_a_masked_batch_is_divided_over_replicas(tmp_path):
-    """Each has the masks, and the noise that ddim masks with, of its own samples."""
+def masked_batch(tmp_path):
+    """Make requests of two samples with masks of their own: (replica, **degrees) -> its Request."""
     checkpoint = open_checkpoint(str(write_shallow_flux(tmp_path / "flux.safetensors")))
     sample, _ = golden_request("inpaint")
     double = {name: torch.cat([sample.tensors[name]] * 2) for name in ("noise", "latent")}
@@ -306,9 +308,31 @@ def test_a_masked_batch_is_divided_over_replicas(tmp_path):
         about = (checkpoint.family, checkpoint.config, torch.float32, torch.device("cpu"), replica)
         return build(sample, ParallelConfig(**degrees), *about)
 
+    return built
+
+
+def test_a_masked_batch_is_divided_over_replicas(tmp_path):
+    """Each has the masks, and the noise that ddim masks with, of its own samples."""
+    built = masked_batch(tmp_path)
     whole = built(0)
     assert not whole.mask[0].equal(whole.mask[1])
     for replica in range(2):
         own = built(replica, data_parallel_degree=2)
         assert own.mask.equal(whole.mask[replica : replica + 1])
         assert Inpaint(own).noise.equal(Inpaint(whole).noise[replica : replica + 1])
+
+
+def test_fresh_noise_is_divided_over_replicas(tmp_path):
+    """Each has that of its own samples: drawn, and of the Brownian path."""
+    built = masked_batch(tmp_path)
+    sigmas, span = built(0).sigmas, Span(0, built(0).grid.tokens)
+
+    def noises(request) -> list[torch.Tensor]:
+        fresh = FreshNoise(5, 2, request.grid, torch.device("cpu"), sigmas)
+        of_request = request_problem(request, fresh, span)
+        return [of_request.noise(0), of_request.brownian(sigmas[0], sigmas[1])]
+
+    for replica in range(2):
+        of_replica = noises(built(replica, data_parallel_degree=2))
+        for whole, own in zip(noises(built(0)), of_replica, strict=True):
+            assert own.equal(whole[replica : replica + 1])
