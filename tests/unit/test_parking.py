@@ -260,12 +260,14 @@ def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(files["plain"]), "bf16")
     model = engine.models["tiny"]
+    model.cache.hosted = [[hosted := torch.nn.Linear(1, 1)]]  # modulation of another stage's blocks
 
     def to_host(modules, pinned, ranks):
         for module in modules:
             module.to("meta")
 
     def runs_out(modules, device, but, ranks):
+        assert modules == [model.transformer, hosted]
         model.transformer.x_embedder.to_empty(device=device)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -276,7 +278,7 @@ def test_weights_that_came_back_in_part_are_parked_whole(files, monkeypatch):
         engine.fused("tiny")
     assert not model.transformer.x_embedder.weight.is_meta
     engine.park(model, {0})
-    assert model.parked and all(parameter.is_meta for parameter in model.transformer.parameters())
+    assert model.parked and all(each.is_meta for module in model.modules for each in module.parameters())
 
 
 @pytest.mark.parametrize("shared, released", [([0], 1), ([1], 0), ([], 0)])
