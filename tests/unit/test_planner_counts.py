@@ -17,8 +17,8 @@ from backend.planner.candidates import candidates
 from backend.planner.choose import Question, choose
 from backend.planner.cost import Cost
 from backend.planner.machine import RequestEstimate, samples_at_once
-from backend.planner.memory import held
-from backend.planner.model_shape import NONE
+from backend.planner.memory import held, held_by_rank
+from backend.planner.model_shape import NONE, stages_of
 from backend.planner.option import TIGHT, Option
 from backend.planner.weight_swaps import WeightSwaps
 from backend.quantization.lora_bytes import LoraBytes
@@ -112,6 +112,17 @@ def test_samples_of_a_batch_follow_each_other_through_a_pipeline_of_one_patch():
     assert prompts == pytest.approx(two, rel=1e-6)
     one, two = (held(FLUX, plan, RequestEstimate(4096, 512, 20, 1, batch)).activations for batch in (1, 2))
     assert one <= two < 1.3 * one
+
+
+def test_long_skips_count_where_they_arrive():
+    """A stage holds those that its first block is given until its own blocks have taken them."""
+    plan, request = ParallelConfig(pipefusion_degree=2), RequestEstimate(4096, 512, 20, 1)
+    first = stages_of(FLUX, 2, ())[1].start
+    blocks = [replace(block, skips=3 * (index + 1 == first)) for index, block in enumerate(FLUX.blocks)]
+    before, after = held_by_rank(replace(FLUX, blocks=tuple(blocks)), plan, request)
+    assert before.activations == held(FLUX, plan, request).activations
+    skips = 3 * FLUX.width * FLUX.itemsize * (4096 + 512)
+    assert after.activations == pytest.approx(before.activations + skips, rel=1e-6)
 
 
 def test_prompts_of_a_call_read_the_weights_once():
