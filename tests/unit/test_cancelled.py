@@ -1,6 +1,7 @@
-"""When a client hears of its Cancel. No peers, and no GPU."""
+"""When a client hears of its Cancel, and other ranks do. No peers, and no GPU."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,9 @@ from fake_memory import FakeMemory
 
 from backend.protocol import Cancelled, Sample
 from backend.rank.leader import Leader
-from backend.sampling.step_loop import RequestCancelled
+from backend.sampling import step_loop
+from backend.sampling.solver_registry import Evaluation
+from backend.sampling.step_loop import Callbacks, Denoiser, RequestCancelled
 from backend.serving.step_times import StepClock
 
 
@@ -42,3 +45,21 @@ def test_a_client_hears_of_its_cancel_before_memory_goes_back(leader):
     message = Sample("m", "euler", 1.0, 7, shared_ranks=[0], tensors={"sigmas": torch.ones(3)})
     leader.sample(job, message, None)
     assert order == [7, Cancelled(2), "released"]
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_every_rank_waits_for_what_rank_0_says_of_a_cancel(rank, cancelled, monkeypatch):
+    """One that goes on would wait for ever for those that have stopped."""
+
+    def broadcast(flag, source, group, async_op):
+        return SimpleNamespace(wait=lambda: flag.fill_(cancelled), is_completed=lambda: True)
+
+    monkeypatch.setattr(step_loop.dist, "broadcast", broadcast)
+    denoiser: Any = Denoiser.__new__(Denoiser)
+    denoiser.mesh = SimpleNamespace(rank=rank, control="of all ranks")
+    denoiser.callbacks = Callbacks(should_stop=lambda: True)  # nobody asks this rank
+    denoiser.runner = SimpleNamespace(drain=lambda: None)
+    denoiser.outputs, denoiser.stop_broadcasts = None, []
+    with pytest.raises(RequestCancelled, match="at step 3") if cancelled else nullcontext():
+        denoiser._broadcast_stop(Evaluation(torch.tensor(0.5), 3))
