@@ -279,6 +279,14 @@ def test_noise_levels_are_those_of_diffusers_and_comfyui(tmp_path):
     torch.testing.assert_close(levels[0].double(), ((1 - last) / last).sqrt(), rtol=1e-5, atol=0)
 
 
+def test_samples_of_a_batch_have_noise_of_their_own(tmp_path):
+    save_file({"c_crossattn": torch.zeros(1, 1, 4)}, tmp_path / "p.safetensors")
+    wanted = request(tmp_path, positive="p.safetensors", latent=[2, 4, 4], batch=2, seed=5)
+    loaded = Loaded("m", "flux", {"prediction": "flow", "conditioning": ["c_crossattn"]})
+    noise = sample_message(wanted, loaded, {}).tensors["noise"]
+    assert noise.equal(torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(5)))
+
+
 def test_a_vae_configuration_scales_by_channel(tmp_path):
     """By the mean where there is a shift too, as the node's latents (nodes/comfy_models/generic.py)."""
     config = {"latents_mean": [0.5, -1.0], "latents_std": [2.0, 4.0], "scaling_factor": 2.0}
