@@ -268,6 +268,8 @@ def test_noise_levels_are_those_of_diffusers_and_comfyui(tmp_path):
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / 7, 7).tolist())
     flow = noise_levels(request(tmp_path, steps=7, shift=3.0), "flow")
     torch.testing.assert_close(flow, scheduler.sigmas.float())
+    (tmp_path / "scheduler_config.json").write_text(json.dumps({"shift": 3.0}))
+    assert noise_levels(request(tmp_path, steps=7, scheduler="."), "flow").equal(flow)
     with pytest.raises(ConfigError, match="name the scheduler_config.json"):
         noise_levels(request(tmp_path, steps=7), "eps")
     stated = {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02}
