@@ -6,9 +6,10 @@ from and to host memory, of GPUs with 1 GB free (other programs that use the GPU
 --full runs the backend, and ends --minutes after its start: links, every parallel method on tiny models
 against one rank and ComfyUI's latents (float32, bf16), attention kernels on every head size, compiled blocks,
 quantized files, waits for the GPU, memory against what is planned, what the engine takes over diffusers' own
-transformer in a plain loop, and seconds a step. It runs on the CPU too, with small sizes. With one GPU,
---ranks 2 has two ranks share it: that shows what methods compute over NCCL, and not how fast. Close ComfyUI
-before --full: both would use the same GPUs.
+transformer in a plain loop, and seconds a step. Ten minutes have time for the most telling cases of each on
+two fast GPUs; its first line says how many minutes have time for all. It runs on the CPU too, with small
+sizes. With one GPU, --ranks 2 has two ranks share it: that shows what methods compute over NCCL, and not how
+fast. Close ComfyUI before --full: both would use the same GPUs.
 
 Each line is ok, warning or problem; --full adds a table of seconds a step at the end. --json writes the lines
 with their numbers, for an issue, as they come, and a chart of the speeds next to it (.png). Ends with 1 where

@@ -37,7 +37,8 @@ def quantized(lab: Lab) -> Found:
         text = f"{', '.join(OF_GGUF)}: not run, since gguf is not installed, which is optional"
         yield Finding("quantized", OK, text)
     try:
-        of_all = {f"{kind} on all ranks": kind for kind in KINDS if kind in _kinds()}
+        known = [kind for kind in KINDS if kind in _kinds() and lab.ranks > 1]
+        of_all = {f"{kind} on all ranks": kind for kind in known}
         on_all = of_form(lab, of_all, [f"{kind} on all ranks" for kind in TELLING[:1]])
         kinds = tuple(of_all[what] for what in on_all)
         yield from findings("quantized", on_all_ranks, lab, kinds, what="all ranks")

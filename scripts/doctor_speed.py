@@ -81,7 +81,8 @@ def speed(lab: Lab) -> Found:
         yield finding
         if lab.device == "cuda" and "seconds" in finding.values:
             yield from possible("speed", "GPUs under load", _under_load, lab, finding.values["seconds"])
-    telling = (*TELLING, f"pipefusion M={lab.ranks}")
+    telling = [*TELLING, f"pipefusion M={lab.ranks}"]
+    telling += [name for name in configs if name.startswith("ulysses, shares")]
     for name in while_time(lab, of_form(lab, configs, telling)):
         yield from possible("speed", name, _speed, lab, name, configs[name], ceiling)
 

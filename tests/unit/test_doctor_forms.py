@@ -37,6 +37,15 @@ def test_what_is_left_out_is_named(check, ranks):
         assert any(name.split()[0] in label for name in lab.left_out), label
 
 
+def test_one_rank_is_told_of_no_other():
+    lab = StubLab()
+    lab.ranks = 1
+    run(lab, "quantized", is_short=True)
+    assert "int8_tensorwise on one rank" in lab.left_out and "all ranks" not in str(lab.left_out)
+    run(lab, "compiled", is_short=True)
+    assert not lab.left_out
+
+
 @pytest.mark.parametrize("is_short", [True, False])
 def test_programs_are_asked_for_less(is_short):
     asked = []

@@ -93,9 +93,12 @@ MIXED, THROTTLED = ("RTX 4090", "RTX 3060"), ("RTX 4090", "RTX 4090")
 
 
 @pytest.mark.parametrize("names", [MIXED, THROTTLED])
-def test_the_ceiling_of_unlike_gpus_is_that_of_their_speeds(names):
+@pytest.mark.parametrize("is_short", [True, False])
+def test_the_ceiling_of_unlike_gpus_is_that_of_their_speeds(names, is_short):
     """Not that of latents at once, of which the slower GPU has the last: 0.67 of the first GPU alone."""
-    found = {each.values["method"]: each for each in doctor_speed.speed(UnlikeLab(names))}
+    lab = UnlikeLab(names)
+    lab.short = frozenset([lab.part] if is_short else [])
+    found = {each.values["method"]: each for each in doctor_speed.speed(lab)}
     assert found["ceiling"].values["speedup"] == pytest.approx(4 / 3)
     assert found["ceiling"].values["at_once"] == pytest.approx(2 / 3)
     (shares,) = [each for name, each in found.items() if name.startswith("ulysses, shares")]
