@@ -6,10 +6,11 @@ from operator import itemgetter
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
+from ..runtime.callbacks import always
 from .blocks import APART, Blocks
 from .common import references
 from .common.request_arguments import once
-from .config_values import always, constant, entries
+from .config_values import constant, entries
 from .discrete_schedule import DiscreteSchedule
 from .family import BF16_OR_FP16, Build, Cache, Conditioning, Family, Latent, ModelIO, Noise
 from .key_layout import Layout, blocks_of, under

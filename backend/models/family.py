@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.callbacks import nothing
+from ..runtime.callbacks import no_entries, nothing
 from .blocks import Blocks
 from .common.tensor_plans import COMMON
-from .config_values import Config, constant, no_entries
+from .config_values import Config, constant
 from .discrete_schedule import DiscreteSchedule
 from .key_layout import Layout
 from .latent_tokens import NestedGrid, PartialGrid, TokenGrid

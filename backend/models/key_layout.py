@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from .config_values import no_entries
+from ..runtime.callbacks import no_entries
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -1,5 +1,6 @@
 """What stands for a callback that nobody has given. Standard library only."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -17,3 +18,13 @@ def never(*_: Any, **__: Any) -> bool:
 def unchanged(value: Value) -> Value:
     """Return ``value`` itself."""
     return value
+
+
+def always(value: Value) -> Callable[[Any], Value]:
+    """Return a function of one argument that returns ``value``, whatever it is given."""
+    return lambda given: value
+
+
+def no_entries(given: object) -> dict[str, Any]:
+    """Return an empty dict, where there is nothing to say of what is ``given``."""
+    return {}

@@ -13,9 +13,8 @@ import comfy.model_patcher
 import comfy.supported_models
 import torch
 
-from ...backend.models.config_values import always, no_entries
 from ...backend.protocol import Loaded, RefusedError
-from ...backend.runtime.callbacks import nothing, unchanged
+from ...backend.runtime.callbacks import always, no_entries, nothing, unchanged
 from . import generic
 from . import payloads as arguments
 from .own_models import LATENT_FORMATS, Flux3, QwenImage21, Sana

@@ -55,7 +55,7 @@ def stand_in(recorded: Recorded, body: Callable, results: object = inspect.Signa
                 assert value == ({} if default is inspect.Parameter.empty else default), name
         return body(**{name: bound.arguments[name] for name in named})
 
-    call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    call.__signature__ = signature
     return call
 
 

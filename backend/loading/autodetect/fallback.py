@@ -16,11 +16,12 @@ import torch
 
 from ...errors import UnsupportedError, reason
 from ...models.blocks import Blocks
-from ...models.config_values import NO_SHARE, always, constant, no_entries
+from ...models.config_values import NO_SHARE, constant
 from ...models.discrete_schedule import of_scheduler, prediction
 from ...models.family import BF16_OR_FP16, Build, Conditioning, Family, Latent, ModelIO, Noise, patch_of
 from ...models.key_layout import Layout
 from ...models.latent_tokens import TokenGrid
+from ...runtime.callbacks import always, no_entries
 from .block_trace import Trace, shallow, trace
 from .inputs import CONDITIONING, WIDTHS, cannot_run, inputs_of
 from .structure import CannotCut, check_cut, structure
