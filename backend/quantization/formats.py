@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedError, quoted
+from ..runtime.callbacks import always
 
 #: Role -> tensor, of some rows.
 Stored = Mapping[str, Tensor]
@@ -52,11 +53,6 @@ class Effort:
     made: float
 
 
-def blocks_of(count: int) -> Callable[[Settings], int]:
-    """Return a ``Format.block`` of so many neighbours, whatever the settings."""
-    return lambda settings: count
-
-
 @dataclass(frozen=True)
 class Format:
     """How a format stores a matrix, and how that becomes the weight.
@@ -73,7 +69,7 @@ class Format:
     value_types: tuple[str, ...]
     needs: tuple[str, ...] = ("weight_scale",)
     leaves: tuple[str, ...] = SCALES
-    block: Callable[[Settings], int] = blocks_of(1)
+    block: Callable[[Settings], int] = always(1)
     values_per_element: int = 1
     short: str = ""
     tiles: tuple[str, ...] = ()
@@ -231,7 +227,7 @@ FORMATS = {
     "mxfp8": Format(
         _mxfp8,
         ("F8_E4M3",),
-        block=blocks_of(32),
+        block=always(32),
         short="mxfp8",
         tiles=("F8_E8M0", "U8"),
         effort=Effort(11.5, 4, 4.1),
@@ -242,7 +238,7 @@ FORMATS = {
         _nvfp4,
         ("U8",),
         needs=("weight_scale", "weight_scale_2"),
-        block=blocks_of(16),
+        block=always(16),
         values_per_element=2,
         short="nvfp4",
         tiles=("F8_E4M3", "U8"),

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .formats import Effort, Format, Settings, Stored, blocks_of
+from ..runtime.callbacks import always
+from .formats import Effort, Format, Settings, Stored
 
 #: GGUF type -> bytes of a block at which its float16 scales and minima begin (ggml-common.h).
 GGUF_SCALES = {
@@ -182,6 +183,4 @@ GGUF_EFFORT = {
 def gguf_format(kind: str) -> Format:
     """Return the format of a GGUF type; its blocks are bytes."""
     _, block_values, _ = gguf_type(kind)
-    return Format(
-        weight, (kind,), needs=(), block=blocks_of(block_values), short=kind, effort=GGUF_EFFORT[kind]
-    )
+    return Format(weight, (kind,), needs=(), block=always(block_values), short=kind, effort=GGUF_EFFORT[kind])
