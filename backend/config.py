@@ -220,8 +220,8 @@ class ParallelConfig:
         """Refuse a cfg_degree of 2 where no ``negative`` prompt is computed. Raises ConfigError."""
         if self.cfg_degree == 2 and not negative:
             raise ConfigError(
-                f"cfg is {cfg:g}, which skips the negative prompt, so cfg_degree 2 would leave half of the "
-                f"ranks without work; set cfg_degree to 1 (and ulysses_degree to 2, say) or raise cfg."
+                f"cfg {cfg:g} skips the negative prompt: set cfg_degree to 1 (and ulysses_degree to 2, say) "
+                f"or raise cfg; cfg_degree 2 would leave half of the ranks without work."
             )
 
     def check_batch(self, batch: int):

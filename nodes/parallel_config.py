@@ -105,7 +105,8 @@ class ParallelConfigNode(io.ComfyNode):
     @classmethod
     def validate_inputs(cls) -> bool:
         """Raise ConfigError before the graph runs; inputs that are linked are seen when it does."""
-        config_in(queued(), validated())
+        with errors_on_node():  # the page's own toast cuts them off
+            config_in(queued(), validated())
         return True
 
     @classmethod

@@ -6,6 +6,7 @@ from ...backend.config import ConfigError, ParallelConfig
 from ..graph.queued_config import config_in
 from ..graph.queued_graph import constants, loader_of, queued, source, validated
 from .guidance import guidance_of, skips_negative
+from .refusals import errors_on_node
 
 
 class CheckedSampler(io.ComfyNode):
@@ -25,5 +26,6 @@ class CheckedSampler(io.ComfyNode):
         except ConfigError:  # which its own node says
             return True
         if isinstance(config, ParallelConfig):  # auto chooses degrees that go with it
-            config.check_guidance(guidance[0], not skips_negative(*guidance))
+            with errors_on_node():
+                config.check_guidance(guidance[0], not skips_negative(*guidance))
         return True

@@ -42,6 +42,7 @@ def test_bad_input_is_one_sentence_and_the_next_queue_works(comfy, expected, arg
     if known:
         kind = "ParallelSampler" if "cfg" in arguments else "ParallelConfig"
         assert [node["class_type"] for node in run.node_errors.values()] == [kind]
+        assert comfy.get("/parallel_dit/status")["last_error"]["text"] == message
     else:
         assert message in run.texts
     assert "Traceback" not in comfy.log.read_text(errors="replace")[before:]
