@@ -26,7 +26,7 @@ from .host.conditioning import as_tensors, fill_zeros
 from .host.handle import OnRanks, ParallelDiT, ensure_loaded, release
 from .host.models_on_ranks import keep_rank_weights, rank_weights_stay, run_evicting_models
 from .host.progress import CANCELLING, NodeStatus, interrupt, tolerate_preview_oom
-from .host.refusals import errors_on_node
+from .host.refusals import errors_on_node, note_success
 from .host.remote_patcher import RemotePatcher, attach_lora_metadata
 from .host.schema import ALIASES, ParallelDiTType, schema
 
@@ -191,9 +191,11 @@ class RemoteTransformer(ElsewhereModule):
             try:
                 # between two calls it may pause, and a preview's VAE may want room
                 with backend.in_use(), rank_weights_stay():
-                    return executor(
+                    samples = executor(
                         noise, latent_image, sampler, sigmas, denoise_mask, callback, *args, **kwargs
                     )
+                note_success()
+                return samples
             finally:
                 self.sampling = before
                 release(backend, _caches(models, backend))

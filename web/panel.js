@@ -20,6 +20,8 @@ const STYLE = `
 .pdit pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 220px; overflow: auto; background: rgba(128,128,128,.12); padding: 6px; font-size: 11px; margin: 4px 0; }
 .pdit .error { color: #b52b27; overflow-wrap: anywhere; }
 .dark-theme .pdit .error { color: #ff7b76; }
+.pdit .past { opacity: 0.6; }
+.pdit .past .error, .dark-theme .pdit .past .error { color: inherit; }
 .pdit table { border-collapse: collapse; width: 100%; }
 .pdit td { padding: 2px 4px; border-top: 1px solid rgba(128,128,128,.3); vertical-align: top; }`;
 
@@ -263,7 +265,9 @@ class Panel {
   }
 
   // Once: who reads the log does not lose the place.
-  showError({ text, time: seconds, log }) {
+  showError({ text, time: seconds, log, past }) {
+    this.error.classList.toggle("past", Boolean(past));
+    this.error.title = past ? "Runs after it have succeeded" : "";
     if (!text || seconds === this.shownError) return;
     this.shownError = seconds;
     const when = new Date(1000 * seconds).toLocaleTimeString();

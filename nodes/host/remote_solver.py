@@ -16,7 +16,7 @@ from comfy_execution.utils import get_executing_context
 from ...backend.protocol import Sample
 from ...backend.protocol.solver_names import HALF_LOG_SNR, PERCENTS
 from ..comfy_models.registry import family_named
-from . import one_rank
+from . import one_rank, refusals
 from .auto_plan import sample_planned
 from .conditioning import fill_zeros, latent_shapes, limits_and_weight, model_arguments
 from .guidance import skips_negative
@@ -79,6 +79,7 @@ class RemoteSolver:
         where = (context.prompt_id, context.node_id) if context else (None, None)
         degrees = self.dit.config.degrees
         LATEST_RUN.update(zip(("prompt", "node"), where), degrees=degrees, steps=steps, seconds=seconds)
+        refusals.note_success()
         device = self.loaded.info["device"]
         digest = one_rank.key(self.dit, request, device)
         if self.dit.config.world_size == 1:

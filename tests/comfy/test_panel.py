@@ -36,7 +36,10 @@ def test_the_last_error_stays(comfy, ran):
     """As the node says it, here one that only the ranks can find."""
     run = comfy.run(graph(change="nan"))
     found = comfy.get("/parallel_dit/status")["last_error"]
-    assert run.status == "error" and found["text"] == run.message.strip()
+    assert run.status == "error" and found["text"] == run.message.strip() and not found["past"]
+    assert comfy.run(graph(steps=1)).status == "success"
+    found = comfy.get("/parallel_dit/status")["last_error"]
+    assert found["text"] == run.message.strip() and found["past"]
 
 
 def test_trials_are_graphs_up_to_the_sampler(comfy):
