@@ -117,7 +117,7 @@ class ParallelConfig:
     @property
     def product(self) -> str:
         """The equation of the world size with its values, for messages."""
-        return f"{in_words(self.degrees)} = {self.world_size} ranks"
+        return f"{in_words(self.degrees)} = {self.world_size} rank{'s' * (self.world_size > 1)}"
 
     @property
     def stage_counts(self) -> list[int]:
@@ -246,9 +246,10 @@ class ParallelConfig:
         if device == "cuda" and not gpus_here:
             raise ConfigError("device is cuda but this machine has no CUDA GPU; set device to cpu or auto.")
         if device == "cuda" and max(self.gpu_indices) >= gpus_here:
+            asked = f"gpus is {self.gpus!r:.200}" if self.gpus.strip() else self.product
             raise ConfigError(
-                f"{self.product} need GPUs {self.gpu_indices} but this machine has {gpus_here} (numbered "
-                f"from 0); lower a degree, change gpus, or set device to cpu for a small model."
+                f"{asked}, but this machine has {gpus_here} GPU{'s' * (gpus_here > 1)} (numbered from 0); "
+                f"lower a degree, change gpus, or set device to cpu for a small model."
             )
         if device == "cpu" and self.world_size > MAX_CPU_RANKS:
             raise ConfigError(

@@ -126,5 +126,20 @@ def config_of(
         gpus = ""
     config = replace(config, gpus=gpus, shares=shares).validate()
     if not config.address:
+        if method == MANUAL:
+            _check_one_gpu(config, gpus_here)
         config.resolve_device(gpus_here)
     return config
+
+
+def _check_one_gpu(config: ParallelConfig, gpus_here: int):
+    """Refuse the number of the one GPU of ``config``, which may be meant as how many. Raises ConfigError."""
+    is_one = config.world_size == 1 and gpus_here and config.device != "cpu"
+    if not is_one or max(config.gpu_indices) < gpus_here:
+        return
+    below = "0" if gpus_here == 1 else f"a number below {gpus_here}"
+    raise ConfigError(
+        f"method is manual and every degree is 1, so gpus {config.gpus!r:.100} is the number of one GPU: set "
+        f"method to auto, where it says how many, or gpus to {below} (this machine has {gpus_here} "
+        f"GPU{'s' * (gpus_here > 1)}, numbered from 0)."
+    )

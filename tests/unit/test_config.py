@@ -106,8 +106,22 @@ def test_ranks_stay_while_they_are_as_many_on_the_same_devices():
 
 def test_more_ranks_than_gpus_names_the_product():
     config = ParallelConfig(cfg_degree=2, ulysses_degree=4, device="cuda")
-    with pytest.raises(ConfigError, match="cfg_degree 2 x ulysses_degree 4 = 8 ranks need GPUs .* has 4"):
+    with pytest.raises(ConfigError, match="cfg_degree 2 x ulysses_degree 4 = 8 ranks, but .* has 4 GPUs"):
         config.resolve_device(4)
+    with pytest.raises(ConfigError, match="gpus is '0,5', but this machine has 2 GPUs"):
+        of(ulysses=2, gpus="0,5").resolve_device(2)
+
+
+@pytest.mark.parametrize("gpus, here, to", [("2", 2, "gpus to a number below 2"), ("1", 1, "gpus to 0")])
+def test_the_number_of_the_one_gpu_is_told_from_how_many(gpus, here, to):
+    """No degree can be lowered where every one is 1."""
+    with pytest.raises(
+        ConfigError, match=f"manual and every degree is 1.* set method to auto.* {to}"
+    ) as failure:
+        config_of(here, method="manual", gpus=gpus)
+    assert "lower" not in str(failure.value)
+    assert config_of(here + 2, method="manual", gpus=gpus).gpu_indices == [int(gpus)]
+    assert ParallelConfig().product == "every degree 1 = 1 rank"
 
 
 def test_cuda_without_gpu():
