@@ -14,6 +14,8 @@ from .question import Question
 AUTO, EXACT, MEMORY, MANUAL = METHODS = ("auto", "fastest exact", "least memory", "manual")
 #: Runners-up that are reported.
 RUNNERS_UP = 2
+#: So many times the seconds of one GPU are named: what is shown of them is less than 1.0x.
+SLOWER = 1 / 0.95
 #: Said where one model fits, and not all of a graph; and where all do, but by slower plans.
 TURNS = "models take turns: those of this graph do not fit together"
 FASTER_TURNS = "models take turns: plans with which those of this graph surely fit together are slower"
@@ -48,7 +50,9 @@ class PlanChoice:
             result = "PipeFusion drifts a little"
         lines = [f"{self.method}: {chosen.name}. {self._figures(chosen)}, {result}.{self.why}", *self.notes]
         for each in self.runners_up:
-            why = each.why_not(chosen) if self.method != MEMORY and not self.why else ""
+            why = ""
+            if self.method != MEMORY and not self.why:
+                why = each.why_not(chosen, self._times(each) == self._times(chosen))
             lines.append(f"next: {each.name}. {self._figures(each)}{why and '; '}{why}.")
         return lines
 
@@ -57,13 +61,17 @@ class PlanChoice:
         memory = f"about {held} of {room} per {option.unit}"
         if option.plan.world_size == 1:
             return memory
-        ratio = self.one.sampling_seconds / option.sampling_seconds
-        if ratio < 1 < self.one.seconds / option.seconds:  # it wins by what leaves and comes back alone
-            ratio = self.one.seconds / option.seconds
-        speed = f"about {ratio:.1f}x one {option.unit} (projected)"
+        speed = f"about {self._times(option)}x one {option.unit} (projected)"
         if not self.one.fits:
             speed += ", which it does not fit"
         return f"{speed}, {memory}"
+
+    def _times(self, option: Option) -> str:
+        """Write how many times as fast as one GPU an option is."""
+        ratio = self.one.sampling_seconds / option.sampling_seconds
+        if ratio < 1 < self.one.seconds / option.seconds:  # it wins by what leaves and comes back alone
+            ratio = self.one.seconds / option.seconds
+        return f"{ratio:.1f}"
 
 
 def choose(question: Question, method: str = AUTO, running: Ranks | None = None) -> PlanChoice:
@@ -80,6 +88,7 @@ def choose(question: Question, method: str = AUTO, running: Ranks | None = None)
     if method != MEMORY:
         best, regret = _settled(question, method, options, running)
         why = _why_not(question, best, ordered[0], running)
+        why = why or _why_slower(question, best, _one_of(options))
     machine = question.machine
     notes = tuple(filter(None, (machine.line, machine.links, *_waits(question, best, fit_together))))
     return PlanChoice(
@@ -161,14 +170,23 @@ def _settled(
 
 def _why_not(question: Question, best: Option, fastest: Option, running: Ranks | None) -> str:
     """Return a sentence where a plan is not taken that is faster for this request, else nothing."""
-    if best.score <= STAYS * fastest.score:
+    if best.score <= STAYS * fastest.score or best.seconds <= fastest.seconds:
         return ""
-    gain = f" {fastest.name} would take {fastest.seconds:.1f} s instead of {best.seconds:.1f} s"
+    gain = f" With {fastest.name} it would take {1 - fastest.seconds / best.seconds:.0%} less time"
     if running is None:
         return f"{gain}, and longer for all samplers of the graph together."
     first = "read weights again" if fastest.plan.world_size == running.plan.world_size else "start again"
     change = running.change(fastest.plan, question.request)
-    return f"{gain}, but ranks would {first} for it, about {change:.0f} s."
+    remedy = ": set gpus to 1 if many such runs follow" if fastest.plan.world_size == 1 else ""
+    return f"{gain}, but ranks would {first} for it, about {change:.0f} s{remedy}."
+
+
+def _why_slower(question: Question, best: Option, one: Option) -> str:
+    """Return a sentence where ranks that run go on though one of them alone is a little faster."""
+    if not one.fits or best.seconds < SLOWER * one.seconds:
+        return ""
+    larger = "longer or larger videos" if question.shape.is_video else "larger images"
+    return f" One {best.unit} is a little faster here: set gpus to 1, or make {larger}."
 
 
 def _runners_up(ordered: list[Option], best: Option) -> tuple[Option, ...]:

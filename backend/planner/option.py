@@ -80,14 +80,17 @@ class Option:
         about_as_fast = self.seconds <= MECHANISM * other.seconds
         return about_as_fast and self.drift <= other.drift and self._doubt <= other._doubt
 
-    def why_not(self, chosen: "Option") -> str:
-        """Return why ``chosen`` is taken instead; empty where this one is not faster."""
+    def why_not(self, chosen: "Option", looks_alike: bool = False) -> str:
+        """Return why ``chosen`` is taken instead; empty where this one is not faster. ``looks_alike``: no
+        difference of their speeds is shown."""
         if self.seconds >= chosen.seconds:
             return ""
         if self._doubt > chosen._doubt:
             return "faster, but it may run out of memory"
         if self.drift > chosen.drift:
             return "faster, but its result drifts further from one GPU's"
+        if looks_alike:
+            return "about as fast, and the simpler plan is taken"
         return "faster by less than the error of the estimate"
 
     @property

@@ -39,6 +39,7 @@ def test_a_faster_plan_says_why_it_is_not_taken():
     assert replace(chosen, seconds=9.0, likely=25).why_not(chosen) == "faster, but it may run out of memory"
     assert "drifts further" in replace(chosen, seconds=9.0, drift=1.1).why_not(chosen)
     assert "error of the estimate" in replace(chosen, seconds=9.95).why_not(chosen)
+    assert "about as fast" in replace(chosen, seconds=9.95).why_not(chosen, looks_alike=True)
     assert replace(chosen, seconds=10.5).why_not(chosen) == ""
     few_steps = choose(
         Question(WAN, RequestEstimate(4096, 512, 8, 1), replace(L40, memory=(40 * GB,) * 2), 2)
