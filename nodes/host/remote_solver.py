@@ -86,7 +86,8 @@ class RemoteSolver:
             one_rank.note_seconds(digest, seconds / steps)
         before = one_rank.least_seconds(digest)
         projected = one_rank.projected_speedup(digest, self.dit, request) if before is None else None
-        return run_lines(self.dit.config, steps, seconds, device, before, projected)
+        is_auto = self.dit.auto is not None
+        return run_lines(self.dit.config, steps, seconds, device, before, projected, is_auto)
 
     def _request(self, guider, sigmas, seed, noise, latent_image, denoise_mask) -> Sample:
         prompts, conditioning = self._prompts(guider, noise)

@@ -101,9 +101,11 @@ def run_lines(
     device: str,
     one_rank: float | None,
     projected: float | None = None,
+    is_auto: bool = False,
 ) -> list[str]:
     """Return how a run went. ``one_rank``: seconds a step of the same request on one rank, as it was measured
-    here; None where it never was. ``projected``: how many times as fast as one rank the planner expects."""
+    here; None where it never was. ``projected``: how many times as fast as one rank the planner expects.
+    ``is_auto``: the degrees are the planner's."""
     each = seconds / steps
     ranks = config.world_size
     unit = "GPU" if device == "cuda" else "rank"
@@ -113,7 +115,13 @@ def run_lines(
         parts.append(f"{one_rank / each:.1f}x one {unit}")
     elif projected and ranks > 1:
         parts.append(f"about {projected:.1f}x one {unit} (projected)")
-    return [" · ".join(parts), *idle_pipeline(config, steps)]
+    times = one_rank / each if one_rank else projected
+    advice = idle_pipeline(config, steps)
+    if ranks > 1 and times and round(times, 1) < 1 and not advice:
+        inputs = "gpus to 1" if is_auto else "the degrees to 1"
+        fitting = "" if one_rank else ", if the model fits there"
+        advice = [f"Slower than one {unit} here: set {inputs}{fitting}, or make larger images or videos."]
+    return [" · ".join(parts), *advice]
 
 
 def idle_pipeline(config: ParallelConfig, steps: int) -> list[str]:

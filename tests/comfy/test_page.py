@@ -186,9 +186,9 @@ def test_a_run_is_compared_with_one_rank(demo):
 
     assert ran(method="auto", cfg_degree=1, gpus="2").startswith("auto: ")
     demo.set("EmptySD3LatentImage", "width", 128)  # which no other test has on one rank
-    assert re.search(r"· 2 ranks · about \d\.\dx one rank \(projected\)$", ran(**two))
+    assert re.search(r"(?m)· 2 ranks · about \d\.\dx one rank \(projected\)$", ran(**two))
     assert ran(method="manual", cfg_degree=1).endswith("· 1 rank")
-    assert re.search(r"· 2 ranks · \d\.\dx one rank$", ran(**two))
+    assert re.search(r"(?m)· 2 ranks · \d\.\dx one rank$", ran(**two))
 
 
 def _leave(page):

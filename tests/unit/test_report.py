@@ -81,6 +81,25 @@ def test_a_run_is_compared_with_one_rank_where_that_is_known(ranks, one, project
     assert report.run_lines(config, 10, 10.0, "cuda", one, projected) == [line]
 
 
+@pytest.mark.parametrize(
+    "one, projected, is_auto, says",
+    [
+        (0.2, None, True, "set gpus to 1, or make larger"),
+        (0.2, None, False, "set the degrees to 1, or make larger"),
+        (None, 0.94, False, "set the degrees to 1, if the model fits there, or make larger"),
+        (0.96, 0.5, False, None),
+    ],
+)
+def test_a_run_that_one_rank_does_faster_says_what_to_do(one, projected, is_auto, says):
+    config = ParallelConfig(ulysses_degree=2)
+    _, *further = report.run_lines(config, 10, 10.0, "cpu", one, projected, is_auto)
+    assert further == ([f"Slower than one rank here: {says} images or videos."] if says else [])
+    idle = replace(config, pipefusion_degree=2, warmup_steps=10)
+    assert [line.split(":")[0] for line in report.run_lines(idle, 10, 10.0, "cpu", one, projected)[1:]] == [
+        "PipeFusion had no effect"
+    ]
+
+
 @pytest.mark.parametrize("steps, idle", [(4, True), (5, False)])
 def test_steps_within_the_warm_up_are_named(steps, idle):
     config = ParallelConfig(pipefusion_degree=2, warmup_steps=4)
