@@ -71,9 +71,11 @@ def check_latent(latent: dict, latent_format, nested: tuple[int, ...]):
     wanted = latent_format.latent_channels
     frames = "frames, " if latent_format.latent_dimensions == 3 else ""
     if samples.ndim not in shapes or (samples.shape[1] != wanted and samples.any()):
+        video = " is of a video and" if samples.ndim == 5 and not frames else ""
         raise RefusedError(
-            f"latent_image has the shape {list(samples.shape)}, but this transformer takes [batch, "
-            f"{wanted}, {frames}height, width]; encode the image with the VAE of this model."
+            f"latent_image{video} has the shape {list(samples.shape)}, but this transformer takes [batch, "
+            f"{wanted}, {frames}height, width]; make it with this model's own empty-latent node, or encode "
+            f"an image with its VAE."
         )
     scale = getattr(latent_format, "spacial_downscale_ratio", _USUAL_SCALE)
     # channels of ComfyUI's usual empty latents

@@ -57,3 +57,11 @@ def test_empty_latents_of_another_size(format, channels, told, node):
     else:
         with pytest.raises(RefusedError, match=f"at 1/8 .* are at 1/(16|32), .* make it with {node}"):
             check_latent(latent, format(), ())
+
+
+def test_an_empty_latent_of_a_video_is_told_what_makes_one_of_an_image():
+    """There is no image to encode."""
+    with pytest.raises(
+        RefusedError, match="latent_image is of a video and has the shape .* empty-latent node"
+    ):
+        check_latent({"samples": torch.zeros(1, 16, 3, 16, 16)}, comfy.latent_formats.Flux(), ())
