@@ -128,7 +128,8 @@ def sample_planned(
     """Return ``sample`` with the handle as a sampler with these inputs should use it: itself, with the number
     of patches that it leaves open, or loaded under another plan where its degrees are left to auto. Errors as
     in ``run_planned`` and ``handle.load``."""
-    if dit.auto is None and not patches.are_open(dit.config):
+    is_warm_up = steps <= dit.config.warmup_steps  # which cuts no patches, as the run's report says
+    if dit.auto is None and (is_warm_up or not patches.are_open(dit.config)):
         return sample(dit)
     prompts = 1 if skips_negative(cfg, sampler_name) else 2
 

@@ -92,6 +92,7 @@ def test_a_sampler_chooses_the_patches_that_are_left_open(staged):
     assert count == 3 and lines[0].startswith("num_pipeline_patch 0: 3 patches, about ")
     assert sampled_with(staged, 4) == (2, ("num_pipeline_patch 0: 2 patches",))
     assert sampled_with(staged, 20, cfg=4.0)[0] == 2
+    assert sampled_with(staged, 1) == (2, ())  # of warm-up, which has no patches
     by_hand = replace(staged, config=replace(staged.config, num_pipeline_patch=4))
     assert sampled_with(by_hand, 20) == (4, ())
 
