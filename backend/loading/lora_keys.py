@@ -52,13 +52,15 @@ class LoraUse:
 @dataclass(frozen=True)
 class Lora:
     """A LoRA file and what it changes of one transformer. ``unmatched``: keys that name nothing there;
-    ``left_out``: tensors whose change is not added, and why. ``header``: an alpha that is not read."""
+    ``left_out``: tensors whose change is not added, and why. ``header``: an alpha that is not read. ``keys``:
+    how many the file has."""
 
     path: str
     adapters: list[tuple[Target, Adapter]]
     unmatched: list[str]
     left_out: list[str]
     header: HeaderAlpha | None = None
+    keys: int = 0
 
     @property
     def of_text(self) -> list[str]:
@@ -90,14 +92,18 @@ class Lora:
     @property
     def note(self) -> str:
         """One short line for the graph: how much is added, and what is not."""
-        parts = [f"changes added: {len(self.adapters)}"]
+        changed = [target.name.partition("[")[0] for target, _ in self.adapters]
+        layers = len({name.removesuffix(".bias").removesuffix(".weight") for name in changed})
+        parts = [f"LoRA on {layers} layer{'s' * (layers > 1)}"]
         if self.unknown:
-            named = some(self.unknown, MAX_NAMED)
-            parts.append(f"keys left out, for which this model has nothing: {len(self.unknown)} ({named})")
+            left = f"{len(self.unknown)} of {self.keys} keys left out, for which this model has nothing"
+            parts.append(f"{left} ({some(self.unknown, MAX_NAMED)})")
         if self.of_text:
-            parts.append(f"for the text encoder: {len(self.of_text)} keys, which this node does not use")
+            of_text = f"{len(self.of_text)} of {self.keys} keys are for the text encoder"
+            parts.append(f"{of_text}, which this node does not use")
         if self.left_out:
-            parts.append(f"changes left out, which do not fit: {len(self.left_out)}")
+            left = f"{len(self.left_out)} of {len(self.adapters) + len(self.left_out)} changes left out"
+            parts.append(f"{left}, which do not fit")
         if self.header:
             parts.append(str(self.header))
         return " · ".join(parts)
@@ -172,7 +178,7 @@ def open_lora(path: str, targets: Targets, model: str) -> Lora:
         f"{target.name} is changed by another one, too" for target in twice
     ]
     header = header_alpha(files.metadata, [adapter for _, adapter in chosen])
-    return Lora(path, chosen, unmatched, left_out, header)
+    return Lora(path, chosen, unmatched, left_out, header, len(files.shapes))
 
 
 def _once_each(adapters: list[tuple[Target, Adapter]]) -> tuple[list[tuple[Target, Adapter]], list[Target]]:

@@ -56,7 +56,7 @@ def test_a_file_that_turns_bad_is_refused_before_the_ranks_hear(backend, checkpo
     plain, expected = request_for(backend, checkpoint)
     path = write_good(tmp_path / "good.safetensors")
     loaded = backend.load(checkpoint, loras=[(str(path), 1.0)])
-    assert loaded.info["notes"] == ["changes added: 1"]
+    assert loaded.info["notes"] == ["LoRA on 1 layer"]
     write_odd(path, "NaN in down")
     with pytest.raises(protocol.RefusedError, match="good.safetensors .*NaN or infinity"):
         backend.sample(protocol.Sample(**{**vars(plain), "model": loaded.model}))

@@ -64,7 +64,7 @@ def test_a_node_says_that_it_waits_for_another_client(host):
 @pytest.mark.parametrize("warning", ["", "The LoRA is held a second time."])
 def test_comfyuis_own_lora_loaders_show_the_note_and_what_a_lora_costs(host, warning, monkeypatch):
     """A note alone, too: the line of an earlier file stayed under the node."""
-    info = {"notes": ["of another one", "changes added: 1"], "warnings": ["", warning], "weights": {}}
+    info = {"notes": ["of another one", "LoRA on 1 layer"], "warnings": ["", warning], "weights": {}}
     info |= {"parts": {}, "lora_bytes": [0, 0, 0]}
     module, sent = host.remote_patcher, []
     dit = SimpleNamespace(loaded=SimpleNamespace(info=info), config=SimpleNamespace(address=""))
@@ -77,7 +77,7 @@ def test_comfyuis_own_lora_loaders_show_the_note_and_what_a_lora_costs(host, war
     patcher.get_attachment = lambda key: (dit, {})
     patcher.set_attachments = lambda key, value: None
     assert patcher.add_patches({"a": 1}, 0.5) == ["a"]
-    assert sent == ["changes added: 1" + f"\n{warning}" * bool(warning)]
+    assert sent == ["LoRA on 1 layer" + f"\n{warning}" * bool(warning)]
     patcher.add_patches({"a": 1}, 0.0)
     patcher.add_patches({"of a text encoder": 1}, 0.5)
     assert sent[1:] == [

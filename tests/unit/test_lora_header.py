@@ -50,7 +50,7 @@ def test_a_header_s_alpha_is_said(metadata, alpha, strength, tmp_path):
     """Under the node and in the log; the changes have the scale that ComfyUI gives them."""
     lora = opened(tmp_path, metadata)
     says = SAYS.format(alpha, strength)
-    assert lora.note == f"changes added: 1 · {says}"
+    assert lora.note == f"LoRA on 1 layer · {says}"
     assert lora.warning == f"Of the LoRA lora.safetensors: {says}."
     ((_, adapter),) = lora.adapters
     assert adapter.scale == 1.0
@@ -74,10 +74,10 @@ def test_a_header_s_alpha_is_said(metadata, alpha, strength, tmp_path):
 )
 def test_nothing_is_said_where_the_header_has_no_other_number(metadata, tmp_path):
     lora = opened(tmp_path, metadata)
-    assert lora.note == "changes added: 1" and not lora.warning
+    assert lora.note == "LoRA on 1 layer" and not lora.warning
 
 
 def test_a_tensor_of_alpha_counts_alone(tmp_path):
     lora = opened(tmp_path, {"alpha": "8"}, alpha=torch.tensor(2.0))
     ((_, adapter),) = lora.adapters
-    assert lora.note == "changes added: 1" and adapter.scale == 0.5
+    assert lora.note == "LoRA on 1 layer" and adapter.scale == 0.5

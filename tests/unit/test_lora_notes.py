@@ -67,7 +67,7 @@ def test_keys_without_counterpart_stand_under_the_node(node, tmp_path, monkeypat
     others = {f"lora_unet_no_such_{i}.alpha": torch.tensor(1.0) for i in range(12)}
     (note,) = notes(tmp_path, good | others)
     line = shown(node, note, 1.0, monkeypatch)
-    assert line.startswith("changes added: 1 · keys left out, for which this model has nothing: 12 (")
+    assert line.startswith("LoRA on 1 layer · 12 of 14 keys left out, for which this model has nothing (")
     assert line.count("lora_unet_no_such_") == 3 and line.endswith(", ...)") and len(line) < 200
 
 
@@ -83,7 +83,7 @@ def test_keys_of_the_text_encoder_are_counted_apart(node, prefix, tmp_path, monk
     }
     (note,) = notes(tmp_path, good | text)
     line = shown(node, note, 1.0, monkeypatch)
-    assert line == "changes added: 1 · for the text encoder: 6 keys, which this node does not use"
+    assert line == "LoRA on 1 layer · 6 of 7 keys are for the text encoder, which this node does not use"
     with pytest.raises(UnsupportedError, match=r"for the text encoder alone.*Load LoRA at strength_model 0"):
         notes(tmp_path, text)
     with pytest.raises(UnsupportedError, match=r"another model.*with 'of.another.lora_up.weight', while"):
@@ -94,13 +94,13 @@ def test_a_file_of_which_all_is_added_says_so(node, tmp_path, monkeypatch):
     """A line in any case: the page keeps what the node has shown before."""
     rows, columns = shallow_flux()["double_blocks.0.img_mlp.0.weight"]
     (note,) = notes(tmp_path, {"diffusion_model.double_blocks.0.img_mlp.0.diff": randn(rows, columns)})
-    assert shown(node, note, 1.0, monkeypatch) == "changes added: 1"
+    assert shown(node, note, 1.0, monkeypatch) == "LoRA on 1 layer"
 
 
 def test_what_it_takes_on_each_gpu_stands_under_the_node(node, monkeypatch):
     """Load Parallel DiT's line has that of the weights; a LoRA of a quantized model can be a large part."""
-    line = shown(node, "changes added: 304", 1.0, monkeypatch, size=1_200_000_000)
-    assert line == "changes added: 304 · +1.2 GB on each GPU"
+    line = shown(node, "LoRA on 304 layers", 1.0, monkeypatch, size=1_200_000_000)
+    assert line == "LoRA on 304 layers · +1.2 GB on each GPU"
 
 
 def test_a_strength_of_nothing_says_so(node, monkeypatch):
