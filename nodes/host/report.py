@@ -33,8 +33,16 @@ def rank_lines(ranks: Sequence[dict], gpus: Sequence[int], memory: Sequence[int]
 
 
 def quantized_lines(quantized: Sequence[dict]) -> list[str]:
-    """Return a line for each kind of quantized layers, and how they multiply."""
-    return [f"{kind['layers']} {kind['format']} layers, {kind['multiplication']}" for kind in quantized]
+    """Return a line for each format of quantized layers and way to multiply, with the reasons for it."""
+    kinds: dict[tuple[str, str], dict[str, int]] = {}
+    for kind in quantized:
+        way, _, why = kind["multiplication"].partition(": ")
+        kinds.setdefault((kind["format"], way), {})[why] = kind["layers"]
+    lines = []
+    for (format, way), reasons in kinds.items():
+        told = [why if len(reasons) == 1 else f"{why} ({count})" for why, count in reasons.items()]
+        lines.append(f"{sum(reasons.values())} {format} layers, {way}{': ' * any(reasons)}{', '.join(told)}")
+    return lines
 
 
 def lora_line(before: Mapping, after: Mapping, config: ParallelConfig) -> str:

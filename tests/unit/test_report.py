@@ -23,10 +23,26 @@ def test_ranks_without_gpus():
     assert line == "rank 1 · 9.4 MB · all blocks"
 
 
+def test_layers_of_one_format_are_one_line():
+    """With each reason. Of others, and of those that multiply otherwise, there is a line each."""
+
+    def kind(layers: int, multiplication: str, format: str = "fp8") -> dict:
+        return {"layers": layers, "format": format, "multiplication": multiplication}
+
+    native, no_kernel = "native: fp8 on this GPU", "weight only: this CPU has no kernel for it"
+    rows = "weight only: its rows have scales of their own"
+    assert report.quantized_lines([kind(28, no_kernel), kind(20, rows), kind(3, native)]) == [
+        f"48 fp8 layers, {no_kernel} (28), its rows have scales of their own (20)",
+        f"3 fp8 layers, {native}",
+    ]
+    alike = [kind(28, no_kernel), kind(3, no_kernel, "int8")]
+    assert report.quantized_lines(alike) == [f"28 fp8 layers, {no_kernel}", f"3 int8 layers, {no_kernel}"]
+
+
 def lora_info(factors: int, *stages: int, **changes) -> dict:
     """Loaded.info with a LoRA of so many bytes, on ranks of these stages, the last of which is the larger."""
     ranks = [{"stage": stage, "weight_bytes": 40 + 20 * (stage == max(stages))} for stage in stages]
-    info = {"notes": ["changes added: 1"], "lora_bytes": [factors, 0, 0], "ranks": ranks, "device": "cuda"}
+    info = {"notes": ["LoRA on 1 layer"], "lora_bytes": [factors, 0, 0], "ranks": ranks, "device": "cuda"}
     return info | changes
 
 
@@ -35,15 +51,15 @@ def test_a_lora_next_to_quantized_weights_says_what_it_takes():
     gb = 10**9
     tp, pp = ParallelConfig(tensor_parallel_degree=2), ParallelConfig(pipefusion_degree=2)
     line = report.lora_line(lora_info(gb, 0), lora_info(3 * gb, 0), ParallelConfig())
-    assert line == "changes added: 1 · +2.0 GB on each GPU"
+    assert line == "LoRA on 1 layer · +2.0 GB on each GPU"
     on_cpu = lora_info(4 * gb, 0, 0, device="cpu")
-    assert report.lora_line(lora_info(0, 0, 0), on_cpu, tp) == "changes added: 1 · +3.0 GB on each rank"
+    assert report.lora_line(lora_info(0, 0, 0), on_cpu, tp) == "LoRA on 1 layer · +3.0 GB on each rank"
     uneven = replace(tp, shares="3,1")
     line = report.lora_line(lora_info(0, 0, 0), lora_info(4 * gb, 0, 0), uneven)
-    assert line == "changes added: 1 · at most +3.5 GB on each GPU"
+    assert line == "LoRA on 1 layer · at most +3.5 GB on each GPU"
     line = report.lora_line(lora_info(0, 0, 1), lora_info(gb // 2, 0, 1), pp)
-    assert line == "changes added: 1 · at most +300.0 MB on each GPU"
-    assert report.lora_line(lora_info(0, 0), lora_info(0, 0), ParallelConfig()) == "changes added: 1"
+    assert line == "LoRA on 1 layer · at most +300.0 MB on each GPU"
+    assert report.lora_line(lora_info(0, 0), lora_info(0, 0), ParallelConfig()) == "LoRA on 1 layer"
 
 
 def test_one_line_for_the_plan():
