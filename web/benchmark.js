@@ -181,26 +181,39 @@ function idOf(node, graph = app.graph) {
   return "";
 }
 
+// Writes inputs into the widgets of a node; returns the values before.
+function write(node, inputs) {
+  const before = {};
+  for (const widget of node.widgets) {
+    if (!(widget.name in inputs)) continue;
+    before[widget.name] = widget.value;
+    widget.value = inputs[widget.name];
+    widget.callback?.(widget.value, app.canvas, node);
+  }
+  node.setDirtyCanvas?.(true, true);
+  app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.();
+  return before;
+}
+
 // Writes a trial's inputs into the Parallel Config of the plan, which is made where there was none. Returns
-// whether it did: not into another workflow, which may be open by now, nor into another node.
+// what takes them back, and says whether it did; null where nothing was written: not into another workflow,
+// which may be open by now, nor into another node.
 export function apply(plan, trial) {
-  if (openWorkflow() !== plan.workflow) return false;
+  if (openWorkflow() !== plan.workflow) return null;
   let node = plan.config ? nodeOf(plan.config) : null;
-  if (plan.config && node?.type !== "ParallelConfig") return false;
+  if (plan.config && node?.type !== "ParallelConfig") return null;
   if (!node) {
     const loader = nodeOf(plan.loader);
-    if (loader?.type !== "LoadParallelDiT") return false;
+    if (loader?.type !== "LoadParallelDiT") return null;
     node = LiteGraph.createNode("ParallelConfig");
     loader.graph.add(node);
     node.pos = [loader.pos[0] - node.size[0] - 60, loader.pos[1]];
     node.connect(0, loader, loader.findInputSlot("config"));
   }
-  for (const widget of node.widgets) {
-    if (!(widget.name in trial.inputs)) continue;
-    widget.value = trial.inputs[widget.name];
-    widget.callback?.(widget.value, app.canvas, node);
-  }
-  node.setDirtyCanvas?.(true, true);
-  app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.();
-  return true;
+  const before = write(node, trial.inputs);
+  return () => {
+    const isThere = openWorkflow() === plan.workflow && node.graph?.getNodeById(node.id) === node;
+    if (isThere) write(node, before);
+    return isThere;
+  };
 }

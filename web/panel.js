@@ -23,6 +23,7 @@ const STYLE = `
 .pdit .past { opacity: 0.6; }
 .pdit .past .error, .dark-theme .pdit .past .error { color: inherit; }
 .pdit table { border-collapse: collapse; width: 100%; }
+.pdit caption { caption-side: bottom; text-align: left; padding: 4px 0; }
 .pdit td { padding: 2px 4px; border-top: 1px solid rgba(128,128,128,.3); vertical-align: top; }`;
 
 // An element with a class and text; text is never HTML.
@@ -209,22 +210,43 @@ class Panel {
     this.message.textContent = "looking at the model and this machine";
     let plan = null;
     const measured = [];
+    const cells = []; // [result, its cell]
     for await (const each of benchmark(stop)) {
       plan ??= each.plan;
       if (!each.trial) continue;
       const isDone = each.seconds !== undefined || each.error;
       this.message.textContent = `${each.index + 1} of ${each.of}: ${each.trial.name}`;
       if (!isDone) continue;
-      const text = each.error ?? time(each.seconds);
-      this.results.append(element("tr", "", "", element("td", "", each.trial.name), element("td", "", text)));
-      if (Number.isFinite(each.seconds)) measured.push(each);
+      const cell = element("td", "", each.error ?? time(each.seconds));
+      this.results.append(element("tr", "", "", element("td", "", each.trial.name), cell));
+      if (!Number.isFinite(each.seconds)) continue;
+      measured.push(each);
+      cells.push([each, cell]);
     }
+    const one = measured.find(({ trial }) => trial.ranks === 1); // the last one
+    const factor = (each) => (one && each !== one ? `, ${(one.seconds / each.seconds).toFixed(1)}x ${one.trial.name}` : "");
+    for (const [each, cell] of cells) cell.textContent += factor(each);
     if (!measured.length) return stop.isStopped ? "stopped" : "nothing was measured";
     if (stop.isStopped) return "stopped; Parallel Config is as it was";
     measured.sort((a, b) => a.seconds - b.seconds);
-    const best = `best: ${measured[0].trial.name}, ${time(measured[0].seconds)}`;
-    if (apply(plan, measured[0].trial)) return `${best}; written into Parallel Config`;
-    return `${best}; not written: its workflow is not open, or its Parallel Config is gone`;
+    const best = `best: ${measured[0].trial.name}, ${time(measured[0].seconds)}${factor(measured[0])}`;
+    const takeBack = apply(plan, measured[0].trial);
+    if (!takeBack) return `${best}; not written: its workflow is not open, or its Parallel Config is gone`;
+    this.results.append(element("caption", "", "", this.backButton(takeBack)));
+    const gpus = measured[0].trial.inputs.gpus || "empty";
+    return `${best}; written into Parallel Config, whose method is manual now and gpus ${gpus}`;
+  }
+
+  // Puts Parallel Config back: with the degrees that are written, method auto alone would not be used.
+  backButton(takeBack) {
+    const button = element("button", "pdit-back", "Undo: Parallel Config as before");
+    const act = () => {
+      if (!takeBack()) throw new Error("its workflow is not open, or its Parallel Config is gone");
+      button.parentNode?.remove();
+      return "Parallel Config is as it was before the benchmark";
+    };
+    button.addEventListener("click", () => this.try(act));
+    return button;
   }
 
   // The tab is opened: a benchmark may go on since it was closed.

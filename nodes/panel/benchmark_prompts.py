@@ -33,10 +33,10 @@ SEED_COUNT = 1 << 32
 def trials(graph: dict, selected: str = "", check: Callable[[], None] = nothing) -> dict:
     """Return {"sampler", "loader", "config": node ids (config empty where the graph has none), "trials"}.
 
-    Each trial: ``name``; ``inputs`` of Parallel Config; ``prompts`` to queue one after the other, the same
-    but for the seed; ``projected`` seconds of a run. ``selected``: a sampler of this pack in the API
-    ``graph``, else the first one is taken. ``check`` is called while the machine is measured, and may raise.
-    Raises ConfigError, RefusedError or BackendError.
+    Each trial: ``name``; how many ``ranks``; ``inputs`` of Parallel Config; ``prompts`` to queue one after
+    the other, the same but for the seed; ``projected`` seconds of a run. ``selected``: a sampler of
+    this pack in the API ``graph``, else the first one is taken. ``check`` is called while the machine is
+    measured, and may raise. Raises ConfigError, RefusedError or BackendError.
     """
     sampler = next((key for key in (selected, *graph) if _is_sampler(graph, key)), "")
     loader = loader_of(graph, sampler)
@@ -50,9 +50,8 @@ def trials(graph: dict, selected: str = "", check: Callable[[], None] = nothing)
     for option in options_to_try(question, auto.method == EXACT):
         inputs = inputs_of(auto, option.plan, question, devices)
         prompts = _prompts(graph, sampler, loader, config or CONFIG, inputs)
-        entries.append(
-            {"name": option.name, "inputs": inputs, "prompts": prompts, "projected": option.seconds}
-        )
+        about = {"name": option.name, "ranks": option.plan.world_size, "projected": option.seconds}
+        entries.append({**about, "inputs": inputs, "prompts": prompts})
     return {"sampler": sampler, "loader": loader, "config": config or "", "trials": entries}
 
 

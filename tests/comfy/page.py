@@ -59,6 +59,11 @@ NOTES = """() => {
 CUT = """() => app.graph.nodes.flatMap(({ type, widgets }) => (widgets ?? [])
   .filter(({ isReport, element }) => isReport && element.clientHeight)
   .map(({ element }) => [type, Math.max(0, element.scrollHeight - element.clientHeight)]))"""
+#: Values of the inputs of the graph's Parallel Config.
+CONFIG = """Object.fromEntries(app.graph.nodes.find(({ type }) => type === 'ParallelConfig')
+  .widgets.map(({ name, value }) => [name, value]))"""
+#: The message of the side panel.
+MESSAGE = "document.querySelector('.pdit-message').textContent"
 #: Text of this pack's reports, by the type of the node.
 REPORTS = """() => Object.fromEntries(app.graph.nodes.flatMap(({ type, widgets }) =>
   (widgets ?? []).filter(({ isReport }) => isReport).map(({ value }) => [type, value])))"""

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 from browser import program
-from page import ComfyPage
+from page import CONFIG, MESSAGE, ComfyPage
 from servers import comfy_over
 
 from backend.config import ParallelConfig
@@ -269,36 +269,33 @@ def test_no_template_has_nodes_over_others_and_its_note_is_read(empty, nodes2):
 
 
 def test_the_benchmark_writes_the_best_config(demo):
-    """Of those with the shares that the graph has set."""
+    """Of those with the shares that the graph has set. A button takes it back."""
     demo.set("ParallelConfig", "shares", "70,30")
+    before = demo.evaluate(CONFIG)
     demo.open_panel()
     demo.click(".pdit-benchmark")
-    demo.wait("document.querySelector('.pdit-message').textContent.startsWith('best: ')", LONG)
+    demo.wait(f"{MESSAGE}.startsWith('best: ')", LONG)
     rows = demo.evaluate("[...document.querySelectorAll('.pdit tr')].map((row) => row.innerText)")
     assert len(rows) >= 4 and rows[-1].startswith("one rank")
-    assert all("shares 70,30" in row for row in rows[:-1])
-    values = demo.evaluate(
-        """Object.fromEntries(app.graph.nodes.find((node) => node.type === 'ParallelConfig')
-          .widgets.map(({ name, value }) => [name, value]))"""
-    )
+    assert all("shares 70,30" in row and re.search(r", \d+\.\dx one rank$", row) for row in rows[:-1]), rows
+    values = demo.evaluate(CONFIG)
     assert values.pop("method") == "manual"
     config = ParallelConfig(**values).validate()
     assert config.shares == ("70,30" if config.world_size == 2 else "")
-
-
-MESSAGE = "document.querySelector('.pdit-message').textContent"
-METHOD = """app.graph.nodes.find((node) => node.type === 'ParallelConfig')
-  .widgets.find(({ name }) => name === 'method').value"""
+    assert "whose method is manual now and gpus empty" in demo.evaluate(MESSAGE)
+    demo.click(".pdit-back")
+    demo.wait(f"{MESSAGE}.startsWith('Parallel Config is as it was')", LONG)
+    assert demo.evaluate(CONFIG) == before and not demo.evaluate("!!document.querySelector('.pdit-back')")
 
 
 def test_the_benchmark_writes_into_its_own_workflow_alone(demo):
     demo.open_panel()
-    before = demo.evaluate(METHOD)
+    before = demo.evaluate(CONFIG)
     demo.click(".pdit-benchmark")
     demo.wait(f"{MESSAGE}.startsWith('1 of ')", LONG)
     demo.evaluate("void (app.graph.id = crypto.randomUUID())")  # as another one that is opened
     demo.wait(f"{MESSAGE}.startsWith('best: ')", LONG)
-    assert "not written" in demo.evaluate(MESSAGE) and demo.evaluate(METHOD) == before
+    assert "not written" in demo.evaluate(MESSAGE) and demo.evaluate(CONFIG) == before
 
 
 def test_a_benchmark_stops_though_its_prompt_is_gone(demo):

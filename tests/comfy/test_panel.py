@@ -48,6 +48,7 @@ def test_trials_are_graphs_up_to_the_sampler(comfy):
     assert status == 200 and [found[name] for name in ("sampler", "loader", "config")] == ["4", "3", "2"]
     names = [trial["name"] for trial in found["trials"]]
     assert len(set(names)) == len(names) >= 4 and names[-1] == "one rank"
+    assert [trial["ranks"] for trial in found["trials"]] == [2] * (len(names) - 1) + [1]
     assert {"cfg_degree 2", "ulysses_degree 2"} <= set(names)
     seeds = [prompt["4"]["inputs"]["seed"] for trial in found["trials"] for prompt in trial["prompts"]]
     assert len({42, *seeds}) == 1 + 2 * len(names), "which ComfyUI remembers no run of"
