@@ -32,6 +32,8 @@ from .request_estimate import request_estimate
 measurements.HELD.append(dynamic_weights)
 #: How many plans are tried where ranks run out of memory.
 ATTEMPTS = 3
+#: Said after a sampler's plan where the loader's was another one, whose text stays on the page.
+REPLANNED = " Load Parallel DiT shows the plan before."
 #: Handles of the samplings of Parallel Model under way, the innermost last.
 _under_way: list[ParallelDiT] = []
 Ran = TypeVar("Ran")
@@ -145,6 +147,9 @@ def sample_planned(
         return sample(replace(dit, config=config, lines=lines))
 
     def run(config: ParallelConfig, lines: tuple[str, ...]) -> Ran:
+        is_as_shown = config.degrees == dit.config.degrees and config.same_weights(dit.config)
+        if lines and not is_as_shown:
+            lines = (lines[0] + REPLANNED, *lines[1:])
         return sample(with_plan(dit, config, lines))
 
     return run_planned(dit.auto, dit.choice, request, dit.others, run)

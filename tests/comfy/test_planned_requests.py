@@ -66,6 +66,28 @@ def test_a_speedup_is_estimated_once_for_a_request(monkeypatch):
     assert times == [None, 1.5, 1.5, 2.5, 2.5]
 
 
+@pytest.mark.parametrize(
+    "plan, is_another",
+    [
+        (ParallelConfig(), False),
+        (ParallelConfig(warmup_steps=2), False),
+        (ParallelConfig(ulysses_degree=2), True),
+        (ParallelConfig(tensor_parallel_degree=2), True),
+    ],
+)
+def test_another_plan_than_the_loaders_is_said(monkeypatch, plan, is_another):
+    """Its text, of least memory where the graph told no size, stays on the page."""
+    monkeypatch.setattr(auto_plan, "with_plan", lambda dit, config, lines: lines)
+    monkeypatch.setattr(
+        auto_plan, "run_planned", lambda *asked: asked[-1](plan, ("auto: it.", "next: another."))
+    )
+    latent = {"samples": LATENT.clone()}
+    first, *further = auto_plan.sample_planned(
+        handle(AutoConfig()), 4, 1.0, "euler", [[PROMPT, {}]], latent, list
+    )
+    assert first == "auto: it." + auto_plan.REPLANNED * is_another and further == ["next: another."]
+
+
 @pytest.fixture
 def staged(monkeypatch) -> ParallelDiT:
     """A handle of two stages set by hand, on a machine of slow links that was measured before."""
