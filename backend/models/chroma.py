@@ -2,9 +2,13 @@
 guidance by a negative prompt."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from diffusers.models.embeddings import get_timestep_embedding
+from diffusers.models.transformers.transformer_chroma import (
+    ChromaCombinedTimestepTextProjEmbeddings as Embedder,
+)
 
 from . import flux
 from .blocks import APART, JOINED
@@ -33,7 +37,8 @@ def patch_module(transformer, config):
 def prepare(transformer, grid):
     """Make the table that tells modulations apart 344 rows long in every size, as ComfyUI does. diffusers
     makes it as long as the model needs."""
-    embed = transformer.time_text_embed
+    # behind a cached layer, where there is one
+    embed: Any = next(each for each in transformer.modules() if isinstance(each, Embedder))
     width = embed.mod_proj.shape[1]
     numbers = torch.arange(MODULATIONS) * 1000
     table = get_timestep_embedding(numbers, width, flip_sin_to_cos=True, downscale_freq_shift=0)
@@ -100,7 +105,7 @@ FAMILY = Family(
     tensor_plan=COMMON | PARALLEL_MLP,
     cache=Cache(
         prompt_modules=("context_embedder", "pos_embed"),
-        step_modules=("distilled_guidance_layer",),
+        step_modules=("time_text_embed", "distilled_guidance_layer"),
         image_modules=("x_embedder",),
     ),
     layout=LAYOUT,

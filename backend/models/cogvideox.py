@@ -197,7 +197,12 @@ FAMILY = Family(
         widths=entries(c_crossattn="text_embed_dim"),
         refusal=refusal,
     ),
-    cache=Cache(modulation=("norm1.linear", "norm2.linear"), image_modules=("patch_embed",)),
+    cache=Cache(
+        modulation=("norm1.linear", "norm2.linear"),
+        prompt_modules=("patch_embed.text_proj", "ofs_proj", "ofs_embedding"),
+        step_modules=("time_proj", "time_embedding"),
+        image_modules=("patch_embed",),
+    ),
     build=Build(patch_module=patch_module, dtypes=BF16_OR_FP16),
     layout=LAYOUT,
 )

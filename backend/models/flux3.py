@@ -146,7 +146,10 @@ FAMILY = Family(
             "txt_mode_blocks.[0-9]",
             "x_embedders.image_cond",
             "mode_blocks.image_cond.[0-9]",
+            "*_stream_modulations.txt.linear",  # of what is given, whose timestep is 0
+            "*_stream_modulations.image_cond.linear",
         ),
+        step_modules=("time_proj", "timestep_embedder", "*_stream_modulations.image.linear"),
         image_modules=("x_embedders.image",),
     ),
     build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), patch_module=patch_module),

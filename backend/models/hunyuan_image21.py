@@ -181,6 +181,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
             count_text_tokens=count_text_tokens,
         ),
         "cache.prompt_modules": ("rope", "context_embedder_2"),
+        "cache.step_modules": ("time_guidance_embed", "context_embedder"),
         "build": Build(patch_module=patch_module, only=ONLY),
         "layout": LAYOUT,
         "variant": variant,

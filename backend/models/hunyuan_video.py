@@ -332,7 +332,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope",),
-        step_modules=("context_embedder",),
+        step_modules=("time_text_embed", "context_embedder"),
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),

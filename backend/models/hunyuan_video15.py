@@ -194,6 +194,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
             refusal=refusal,
         ),
         "cache.prompt_modules": ("rope", "context_embedder_2", "image_embedder"),
+        "cache.step_modules": ("time_embed", "context_embedder"),
         "cache.modulation": ("norm1.linear", "norm1_context.linear"),
         "build": Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
         "tensor_plan": COMMON,

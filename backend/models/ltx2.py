@@ -306,6 +306,8 @@ CACHE = Cache(
         "cross_attn_rope",
         "cross_attn_audio_rope",
     ),
+    # layers of Levels alone, which notes each token's level at every call
+    step_modules=tuple(f"{name}.{layer}" for name in TIMES.values() for layer in ("emb", "silu", "linear")),
     image_modules=("proj_in", "audio_proj_in"),
 )
 FAMILY = Family(

@@ -299,6 +299,8 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("caption_projection", "rope"),
+        # layers of VideoEmbedder alone, which notes each token's level at every call
+        step_modules=("time_embed.emb", "time_embed.silu", "time_embed.linear"),
         image_modules=("proj_in",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),

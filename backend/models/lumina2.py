@@ -187,6 +187,7 @@ FAMILY = Family(
             "context_refiner.[0-9]",
             "rope_embedder.tables",
         ),
+        step_modules=("time_caption_embed.time_proj", "time_caption_embed.timestep_embedder"),
         image_modules=("x_embedder",),
     ),
     build=Build(patch_module=patch_module),

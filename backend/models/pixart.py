@@ -200,6 +200,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("caption_projection",),
+        step_modules=("adaln_single",),
         image_modules=("pos_embed",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),

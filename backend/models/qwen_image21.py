@@ -304,7 +304,12 @@ FAMILY = Family(
         count_text_tokens=count_text_tokens,
         refusal=refusal,
     ),
-    cache=Cache(static_text=True, prompt_modules=("txt_in", "pos_embed"), image_modules=("img_in",)),
+    cache=Cache(
+        static_text=True,
+        prompt_modules=("txt_in", "pos_embed"),
+        step_modules=("time_text_embed", "modulation"),
+        image_modules=("img_in",),
+    ),
     build=Build(patch_module=patch_module),
     tensor_plan=None,
     layout=LAYOUT,

@@ -147,6 +147,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("caption_projection", "caption_norm"),
+        step_modules=("time_embed",),
         image_modules=("patch_embed",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),

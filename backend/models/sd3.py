@@ -113,6 +113,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("context_embedder",),
+        step_modules=("time_text_embed",),
         image_modules=("pos_embed",),
         modulation=("norm1.linear", "norm1_context.linear"),
     ),

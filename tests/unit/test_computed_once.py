@@ -33,16 +33,25 @@ STALE_STEPS = PATCHES = 3
 
 
 @pytest.mark.parametrize(
-    "family, prompt, modulation", [("minimax-h3", 6, 4), ("lumina2", 8, 6), ("flux3", 14, 0)]
+    "family, prompt, step, modulation",
+    [("minimax-h3", 6, 4, 4), ("lumina2", 8, 4, 6), ("flux3", 18, 6, 0), ("cogvideox", 2, 4, 16)],
 )
-def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, modulation, tmp_path):
-    """Embedders and refiners of the prompt and tables of positions once a request and branch, modulation once
-    for all steps and branches."""
+def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, step, modulation, tmp_path):
+    """Embedders and refiners of the prompt and tables of positions once a request and branch, those of the
+    timestep once an evaluation and branch, modulation once for all steps and branches."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write_checkpoint(tmp_path / f"{family}.safetensors", family)), "default")
-    engine.sample(golden(f"{family}__euler_simple")[0], Callbacks())
+    sample = golden(f"{family}__euler_simple")[0]
+    engine.sample(sample, Callbacks())
+    evaluations = len(sample.tensors["sigmas"]) - 1
     assert modulation_cache.COMPUTED == {
-        kind: count for kind, count in (("prompt", prompt), ("modulation", modulation)) if count
+        kind: count
+        for kind, count in (
+            ("prompt", prompt),
+            ("step", step * evaluations * len(SIDES)),
+            ("modulation", modulation),
+        )
+        if count
     }
 
 
@@ -148,13 +157,40 @@ def test_faces_are_encoded_once_a_request(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "family, layers",
     [
+        ("chroma", 2),
+        ("cogvideox", 2),
         ("flux-dev", 1),
         ("flux2-dev", 4),
         ("flux2-edit", 4),
+        ("flux3", 6),
+        ("flux3-edit", 6),
+        ("hidream", 1),
+        ("hunyuan-image21", 2),
+        ("hunyuan-image21-distilled", 2),
+        ("hunyuan-video", 2),
+        ("hunyuan-video-i2v-v2", 2),
+        ("hunyuan-video15", 2),
+        ("hunyuan-video15-meanflow", 2),
+        ("ideogram4", 2),
+        ("kandinsky5", 3),
         ("krea2", 2),
         ("krea2-edit", 2),
+        ("ltx2", 18),
+        ("ltx2-i2v", 18),
+        ("ltx23", 24),
+        ("ltxv", 3),
+        ("ltxv-i2v", 3),
+        ("lumina2", 2),
+        ("minimax-h3", 2),
+        ("minimax-h3-guides", 2),
+        ("pixart-alpha", 1),
+        ("pixart-sigma", 1),
         ("qwen-image", 1),
         ("qwen-image-edit-2511", 1),
+        ("qwen-image21", 2),
+        ("qwen-image21-edit", 2),
+        ("sana", 1),
+        ("sd3", 1),
         ("wan21-t2v", 2),
         ("wan22-animate-small", 1),
         ("wan22-ti2v", 2),
@@ -176,6 +212,32 @@ def test_embedders_of_the_timestep_run_once_an_evaluation(family, layers, tmp_pa
     assert modulation_cache.COMPUTED["step"] == len(SIDES) * evaluations * layers * asked
     forget_outputs(monkeypatch, "step")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
+
+
+def test_modulation_of_a_soft_mask_is_not_held_after_its_call(tmp_path):
+    """Each token has a timestep of its own: cached, it would be there for every prompt at once."""
+    engine = Engine(ParallelConfig(num_pipeline_patch=PATCHES), mesh.single())
+    engine.load("tiny", str(write(tmp_path / "ltxv.safetensors", "ltxv-i2v")), "default")
+    sample = shortened(replace(request("ltxv-i2v"), num_pipeline_patch=PATCHES), STALE_STEPS)
+    sides = sample.tensors["noise"].shape[2:]
+    mask = torch.linspace(0.1, 1, math.prod(sides)).view(1, 1, *sides)
+    masks = {name: mask for name in sample.tensors if name.endswith("denoise_mask")}
+    sample = replace(sample, tensors=sample.tensors | masks)
+    assert mask.numel() > modulation_cache.TIMESTEPS and set(SIDES) <= {name[:8] for name in masks}
+    engine.sample(sample, Callbacks())
+    assert modulation_cache.COMPUTED["step"] == 0 < modulation_cache.COMPUTED["prompt"]
+
+
+def test_the_prompt_of_ideogram_is_normed_once_a_request(tmp_path):
+    """It is ten times as wide as the model."""
+    engine = Engine(ParallelConfig(), mesh.single())
+    engine.load("tiny", str(write_checkpoint(tmp_path / "ideogram.safetensors", "ideogram4")), "default")
+    calls = []
+    norm = engine.models["tiny"].transformer.llm_cond_norm
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    sample = shortened(golden("ideogram4__euler_simple")[0], 2)
+    engine.sample(sample, Callbacks())
+    assert len(calls) == sum(f"{side}.c_crossattn" in sample.tensors for side in SIDES)
 
 
 @pytest.mark.parametrize("family", ["flux-dev", "sd3", "wan21-t2v"])
