@@ -106,8 +106,8 @@ TEMPLATES = {
 #: How weights are stored -> image models of the tables.
 GATHERED = {
     "bf16": ("Flux.1 dev", "Flux.2 dev", "Krea 2", "Qwen-Image", "Z-Image Turbo"),
-    "fp8": ("Flux.1 dev",),
-    "fp8 scaled": ("Flux.2 dev", "Qwen-Image 2512"),
+    "fp8": ("Flux.1 dev", "Qwen-Image 2512"),
+    "fp8 scaled": ("Flux.2 dev",),
     "int8 ConvRot": ("Krea 2", "Z-Image Turbo"),
     "Q4_K": ("Flux.1 dev", "Qwen-Image"),
 }

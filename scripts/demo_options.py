@@ -33,7 +33,7 @@ def count(text: str) -> int:
 
 def options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="./scripts/demo", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="./scripts/demo", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--prompt", default=PROMPT, help=f'like "{PROMPT}"')
     parser.add_argument(
         "--method", choices=METHODS, default="cfg", help="how the two ranks share the work (default: cfg)"

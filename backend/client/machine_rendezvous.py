@@ -234,8 +234,8 @@ def _differing(theirs: Any, ours: dict) -> tuple[str, str]:
 
 
 def join(machines: Machines, token: str, hello: dict, seconds: float = READY_SECONDS) -> tuple[Link, dict]:
-    """Connect another machine to machine 0, and wait until all have joined; return the link and what
-    machine 0 says to ``begin``. Raises BackendError or ConfigError."""
+    """Connect this machine, which is not the first, to machine 0, and wait until all have joined; return the
+    link and what machine 0 says to ``begin``. Raises BackendError or ConfigError."""
     deadline = time.monotonic() + seconds
     said = ""
     while True:

@@ -38,7 +38,7 @@ MAX_SECONDS = 300.0
 #: Ranks that have imported everything reach each other in seconds; those that hang in NCCL never do. What is
 #: measured after that takes as long as it takes, with many GPUs and slow links more than this.
 ANSWER_SECONDS = 90.0
-#: Bytes of a failure: the end of what ranks printed.
+#: Bytes of a failure's report: the end of what ranks printed.
 LOG_BYTES = 8 << 10
 #: An agent needs this long at most to end ranks that hang.
 END_SECONDS = 8.0

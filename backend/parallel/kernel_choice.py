@@ -103,6 +103,8 @@ def _not_importable(kernel: Kernel) -> str | None:
             f"but the package {module} cannot be imported ({error}); install one that was built for torch "
             f"{torch.__version__}, or {REMEDY}"
         )
+    if not kernel.parameter and not kernel.results:
+        return None
     signature = inspect.signature(function)
     if kernel.parameter and kernel.parameter not in signature.parameters:
         return f"but the package {module} here is {kernel.older}; {kernel.install}, or {REMEDY}"

@@ -1,8 +1,8 @@
 """Attention kernels as a table: what each can compute, on which GPUs, and how it is called.
 
 Capabilities are those of the packages' sources: flash_attn_interface.py of flash-attn 2.8.3, torch's
-nn/attention/_fa3.py and _fa4.py, core.py of sageattention 2.2.0, api.py and api.cu of sageattn3 1.0.0. None
-but torch's was run here: of GPUs there was an H200 without the packages.
+nn/attention/_fa3.py and _fa4.py, core.py of sageattention at d1a57a54 (later than the tag v2.2.0), api.py and
+api.cu of sageattn3 1.0.0. None but torch's was run here: of GPUs there was an H200 without the packages.
 """
 
 from collections.abc import Callable, Iterator
@@ -156,6 +156,8 @@ def _sage(q, k, v, scale, lse):
     tokens_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
     found = call(*tokens_first, tensor_layout="NHD", is_causal=False, sm_scale=scale, return_lse=lse)
     # the natural logarithm (B, H, S), with the mean that it takes off the keys added back
+    if lse and isinstance(found, Tensor):  # a fork that ignores return_lse: its trial says so
+        return found
     out, sums = found if lse else (found, None)
     return out.transpose(1, 2), sums
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from ..errors import reason
 from ..hardware.device_memory import check_not_lost, is_out_of_memory
 from .attention_kernels import SDPA, give_up_flash, has_flash
-from .kernel_table import activated, flash_of_torch, kernel_of
+from .kernel_table import MIN_APPROXIMATE_KEYS, activated, flash_of_torch, kernel_of
 
 #: Samples, tokens and heads that are tried. Tokens are no multiple of a kernel's tiles of 64 or 128: a
 #: last tile that is not full is a case of its own.
 SAMPLES, TOKENS, HEADS = 2, 200, 3
 #: Keys of a second try: fewer than half of the queries, as in rings of GPUs that differ and towards prompts.
+#: Approximate kernels are given no fewer than MIN_APPROXIMATE_KEYS, and are tried with that many more.
 FEW_KEYS = 72
 #: Kernels in int8 and fp4 are off by a smaller share of each head's values, and by less in their log-sum-exp.
 #: More is a kernel that fails without saying so, or whose log-sum-exp is in base 2 (off by 2 and more here).
@@ -39,16 +40,19 @@ def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: tor
     """Return what is wrong with a kernel's values; empty where nothing is. Fewer keys than queries are tried
     too, and values near the bound of a kernel that has one, as strictly: with the log-sum-exp, and inputs
     that stay as they are. Raises what the kernel does, and where memory runs out."""
+    kernel = kernel_of(name)
+    least = 0 if kernel.exact else MIN_APPROXIMATE_KEYS
     q, k, v = _numbers(dtype, head_size, device)
-    few = [each[:, :, :FEW_KEYS] for each in (k, v)]
-    trials = {"its values": (k, v), f"its values for {FEW_KEYS} keys": few}
-    largest = kernel_of(name).largest_value
+    many, *others = _numbers(dtype, head_size, device, TOKENS + 3 * least)
+    few = [each[:, :, : FEW_KEYS + least] for each in others]
+    trials = {"its values": (q, k, v), f"its values for {FEW_KEYS + least} keys": (many, *few)}
+    largest = kernel.largest_value
     if largest:
-        trials[f"values near {largest:,.0f}"] = (k, v.sigmoid() * (NEAR_LARGEST * largest))
-    for which, (keys, values) in trials.items():
-        before = [given.clone() for given in (q, keys, values)]
-        error, why = _tried(name, q, keys, values, lse)
-        if not all(map(torch.equal, (q, keys, values), before)):
+        trials[f"values near {largest:,.0f}"] = (q, k, v.sigmoid() * (NEAR_LARGEST * largest))
+    for which, given in trials.items():
+        before = [each.clone() for each in given]
+        error, why = _tried(name, *given, lse)
+        if not all(map(torch.equal, given, before)):
             # they may be a K/V buffer's; first, since what comes of it may be wrong
             return "it changes the queries, keys or values that it is given"
         if why := _off(error, which) or why:
@@ -95,6 +99,8 @@ def refusal(name: str, failures: list[str]) -> str:
         return ""
     package = kernel_of(name).module
     remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
+    if kernel_of(name).results:  # what it returns may be more than its annotation says
+        remedy = kernel_of(name).install
     why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
     return f"{why}; {remedy}, or set attention to auto."
 
@@ -147,11 +153,13 @@ def _error(outputs: list[Tensor], wanted: Tensor) -> float:
     return torch.stack(errors).max().item()  # of which a NaN is the largest
 
 
-def _numbers(dtype: torch.dtype, head_size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return queries, keys and values (SAMPLES, HEADS, TOKENS, head_size) as requests lay them out: queries
+def _numbers(
+    dtype: torch.dtype, head_size: int, device: torch.device, tokens: int = TOKENS
+) -> tuple[Tensor, ...]:
+    """Return queries, keys and values (SAMPLES, HEADS, tokens, head_size) as requests lay them out: queries
     and keys next to each other, tokens slower than heads; values as in a K/V buffer."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(SAMPLES, TOKENS, HEADS, 3 * head_size, generator=generator).to(device, dtype)
+    drawn = torch.randn(SAMPLES, tokens, HEADS, 3 * head_size, generator=generator).to(device, dtype)
     q, k, v = drawn.transpose(1, 2).chunk(3, dim=-1)
     return q, k, v.contiguous()
 

@@ -55,7 +55,7 @@ class CurrentCall:
                 rows = rows[context.samples]
             if len(set(rows)) == 1:  # no copy; shared rows are not samples, and a model may reshape them
                 return table[rows[0]].expand(len(rows), -1)
-        if rows not in self.indices:  # of a part of the samples, as a pipeline takes them one by one
+        if rows not in self.indices:  # of one sample with two timesteps, or of some samples
             return torch.stack([table[row] for row in rows])
         return table[self.indices[rows]]
 

@@ -12,7 +12,7 @@ COUNT = struct.Struct("=Q")
 DEVICE_BYTES = struct.Struct("=Q")
 #: A StepTime.
 RECORD = struct.Struct("=2Q3dQ")
-#: The latest records of a rank: so many.
+#: How many of a rank's latest records stay.
 RECORDS = 64
 
 

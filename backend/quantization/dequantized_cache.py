@@ -34,7 +34,7 @@ def stop_caching_dequantized():
 
 def pays(calls: int, moved: float, cached: float) -> bool:
     """Return whether so many calls of the model pay for memory of ``cached`` bytes that goes back after them.
-    ``moved``: bytes that are read and written to dequantize them once."""
+    ``moved``: bytes that are read and written to dequantize once what is cached."""
     return (calls - 1) * moved >= MAPPING * cached
 
 

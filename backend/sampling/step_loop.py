@@ -162,7 +162,7 @@ class Denoiser:
         return prompts, [(patch, self._micro_batches(patch, index, prompts)) for patch in patches]
 
     def _evaluate(self, index: int):
-        """Run one evaluation, from its modulation on. In steady state it waits for no device."""
+        """Run one evaluation, from its modulation on: what meters of a steady state count."""
         plan = self.plan
         evaluation = plan[index]
         self.runner.begin_evaluation(index, self.ratios[index])

@@ -108,7 +108,8 @@ def _compared(engine: Engine, sample: Sample, samples: torch.Tensor) -> dict:
         compiled, stats = engine.sample(sample, Callbacks())
     if engine.config.patches == 1:  # a prompt may be so short that this rank's tokens are all of the image
         sequences = len({bool(call.args[0]) for call in counted.call_args_list}) or 1
-    sequences *= kinds_of_prompts(sample)
+    if engine.config.cfg_degree == 1:  # else a rank has one prompt of the two
+        sequences *= kinds_of_prompts(sample)
     first = compiler.graphs - before
     further = another(engine, sample)
     second, _ = engine.sample(further, Callbacks())
