@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +146,7 @@ def _cudnn(q, k, v, scale, lse):
     return out, sums.reshape(q.shape[:3])  # from (B, H, S, 1) since torch 2.9
 
 
-def _sage(q, k, v, scale, lse):
+def _sage(q, k, v, scale, lse) -> Any:
     import sageattention  # pyright: ignore[reportMissingImports]  # optional
 
     call = sageattention.sageattn

@@ -44,15 +44,15 @@ def _wrong(name: str, dtype: torch.dtype, head_size: int, lse: bool, device: tor
     least = 0 if kernel.exact else MIN_APPROXIMATE_KEYS
     q, k, v = _numbers(dtype, head_size, device)
     many, *others = _numbers(dtype, head_size, device, TOKENS + 3 * least)
-    few = [each[:, :, : FEW_KEYS + least] for each in others]
-    trials = {"its values": (q, k, v), f"its values for {FEW_KEYS + least} keys": (many, *few)}
+    few_k, few_v = (each[:, :, : FEW_KEYS + least] for each in others)
+    trials = {"its values": (q, k, v), f"its values for {FEW_KEYS + least} keys": (many, few_k, few_v)}
     largest = kernel.largest_value
     if largest:
         trials[f"values near {largest:,.0f}"] = (q, k, v.sigmoid() * (NEAR_LARGEST * largest))
-    for which, given in trials.items():
-        before = [each.clone() for each in given]
-        error, why = _tried(name, *given, lse)
-        if not all(map(torch.equal, given, before)):
+    for which, (queries, keys, values) in trials.items():
+        before = [given.clone() for given in (queries, keys, values)]
+        error, why = _tried(name, queries, keys, values, lse)
+        if not all(map(torch.equal, (queries, keys, values), before)):
             # they may be a K/V buffer's; first, since what comes of it may be wrong
             return "it changes the queries, keys or values that it is given"
         if why := _off(error, which) or why:

@@ -85,7 +85,7 @@ def keys_of_queries(q, k, v, scale, lse):
     [
         (tokens_for_heads, True, "RuntimeError: The size of tensor a"),
         (tokens_for_heads, False, ""),
-        (keys_of_queries, False, "of its values for 72 keys"),
+        (keys_of_queries, False, "of its values for 1096 keys"),
     ],
 )
 def test_a_kernel_for_as_many_keys_as_queries_alone_is_refused(monkeypatch, call, lse, says):
