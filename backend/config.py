@@ -44,18 +44,17 @@ MAX_VALUES = {**dict.fromkeys(AXES.values(), MAX_RANKS), "num_pipeline_patch": 4
 class ParallelConfig:
     """How many ranks each parallel method gets, and how PipeFusion cuts its patches.
 
-    ``stale_kv`` says how PipeFusion reads tokens not refreshed in this step (parallel/attention_hook.py);
-    ``attn_layer_num_for_pp`` lists the blocks of each stage ("12,15,15,15"; empty: balanced);
-    ``split_scheme`` is how tensor parallelism cuts matrices (parallel/matrix_cuts.py); ``shard_weights``
-    shards the weights over the ranks that would hold the same ones (FSDP2); ``offload_modulation`` keeps the
-    adaLN weights in host memory, since modulation is computed for many steps at once
-    (parallel/modulation_cache.py). ``num_pipeline_patch`` and ``warmup_steps`` concern PipeFusion (arXiv
-    2405.14430) alone. ``gpus`` lists device indices ("0,2,3"); empty means the first ones. ``shares`` lists
-    each rank's share of the work ("60,40"); empty means equal. ``address`` names a backend that already runs
-    (unix:PATH or tcp:HOST:PORT); empty launches one here. ``compile``: are blocks compiled
-    (parallel/compiled_blocks.py)? "auto" is the planner's choice, "off" where degrees are set by hand.
-    ``wire``: in what type Ulysses and rings send (parallel/wire.py).
-    """
+    ``stale_kv`` says how PipeFusion reads tokens not refreshed in this step
+    (parallel/attention/attention_hook.py); ``attn_layer_num_for_pp`` lists the blocks of each stage
+    ("12,15,15,15"; empty: balanced); ``split_scheme`` is how tensor parallelism cuts matrices
+    (parallel/matrix_cuts.py); ``shard_weights`` shards the weights over the ranks that would hold the same
+    ones (FSDP2); ``offload_modulation`` keeps the adaLN weights in host memory, since modulation is computed
+    for many steps at once (parallel/modulation/modulation_cache.py). ``num_pipeline_patch`` and
+    ``warmup_steps`` concern PipeFusion (arXiv 2405.14430) alone. ``gpus`` lists device indices ("0,2,3");
+    empty means the first ones. ``shares`` lists each rank's share of the work ("60,40"); empty means equal.
+    ``address`` names a backend that already runs (unix:PATH or tcp:HOST:PORT); empty launches one here.
+    ``compile``: are blocks compiled (parallel/compiled_blocks.py)? "auto" is the planner's choice, "off"
+    where degrees are set by hand. ``wire``: in what type Ulysses and rings send (parallel/wire.py)."""
 
     cfg_degree: int = 1
     pipefusion_degree: int = 1
@@ -105,7 +104,7 @@ class ParallelConfig:
     @property
     def patches(self) -> int:
         """Pipeline patches per step (M): ``num_pipeline_patch``, or the pipeline degree where that is 0 and
-        nothing has chosen another number (client/open_patches.py)."""
+        nothing has chosen another number (client/auto/open_patches.py)."""
         return self.num_pipeline_patch or self.pipefusion_degree
 
     @property

@@ -19,20 +19,21 @@ from .hardware.device_memory import DeviceMemory, is_unified
 from .hardware.gpu_kernels import Capability
 from .hardware.host_memory import PAGE_LOCKED
 from .loading import parking
-from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.checkpoint import Checkpoint
 from .loading.compute_dtype import chosen_dtype
+from .loading.files.allowed_folders import ANYWHERE, Folders
 from .loading.load_report import LoadReport, forget_peak, peak_bytes
-from .loading.lora_fusion import FusedWeights
-from .loading.lora_keys import LoraUse, stack_digest
+from .loading.lora.lora_fusion import FusedWeights
+from .loading.lora.lora_keys import LoraUse, stack_digest
 from .loading.recognition import open_checkpoint
 from .loading.staging import upload_parameters
 from .loading.weight_loading import CheckedLoad, matrices
 from .models.family import Family
-from .parallel import fsdp, tensor_parallel, token_scales
-from .parallel.cached_layers import cache_layers
+from .parallel import fsdp, tensor_parallel
 from .parallel.mesh import Mesh
-from .parallel.modulation_cache import LayerCache
+from .parallel.modulation import token_scales
+from .parallel.modulation.cached_layers import cache_layers
+from .parallel.modulation.modulation_cache import LayerCache
 from .parallel.pipeline_stage import Stage
 from .parallel.stage_split import Stages
 from .protocol import LORAS, Describe, ModelCall, Sample

@@ -3,11 +3,10 @@ started, and measures the shape by which the planner chooses degrees.
 
     python -m backend.preflight < QUESTIONS
 
-client/preflight.py asks: a question is a line of JSON on standard input, the answer {"refused": SENTENCE} on
-standard output (client/interpreter.py), the sentence empty where ranks can load the model. A question without
-a configuration asks for the model's "shape" too. Nothing is read but headers and scales, and no GPU is
-touched.
-"""
+client/auto/preflight.py asks: a question is a line of JSON on standard input, the answer {"refused":
+SENTENCE} on standard output (client/launching/interpreter.py), the sentence empty where ranks can load the
+model. A question without a configuration asks for the model's "shape" too. Nothing is read but headers and
+scales, and no GPU is touched."""
 
 from .runtime import lean_imports  # noqa: F401  # before all that imports torch and diffusers
 
@@ -20,14 +19,14 @@ from dataclasses import replace
 
 import torch
 
-from .client import interpreter
+from .client.launching import interpreter
 from .config import ConfigError, ParallelConfig
 from .errors import UnsupportedError, quoted
 from .hardware.gpu_kernels import Capability
-from .loading.allowed_folders import ANYWHERE, Folders
 from .loading.compute_dtype import chosen_dtype
+from .loading.files.allowed_folders import ANYWHERE, Folders
+from .loading.files.scale_values import check_scales
 from .loading.recognition import open_checkpoint
-from .loading.scale_values import check_scales
 from .loading.weight_loading import matrices
 from .planner.config_changes import named_change
 from .quantization.matmul import choose_all

@@ -2,7 +2,7 @@
 --store FILE --device cuda --out FILE, on as many ranks as a plan may use.
 
 All ranks compute and send at once, as in a request, and the slowest counts. The planner (backend/planner)
-reads the result; client/measurements.py starts this and keeps what it found.
+reads the result; client/auto/measurements.py starts this and keeps what it found.
 """
 
 import argparse

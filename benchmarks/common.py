@@ -30,7 +30,7 @@ import report
 import torch
 import torch.distributed as dist
 
-from backend.client.rank_environment import sanitized_environment
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel.mesh import Mesh, build, single

@@ -13,7 +13,8 @@ import packed_models
 import signatures
 from families import LATENT_FORMATS
 
-from backend.parallel import tensor_parallel, ulysses_ring
+from backend.parallel import tensor_parallel
+from backend.parallel.attention import ulysses_ring
 
 #: Method -> degrees, and the ranks that are counted.
 METHODS: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {

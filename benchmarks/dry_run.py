@@ -39,10 +39,11 @@ from torch.utils.flop_counter import flop_registry
 from backend.config import ConfigError, ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.parallel import attention_kernels, comm
+from backend.parallel import comm
+from backend.parallel.attention import attention_kernels
 from backend.parallel.block_streams import block_list
 from backend.parallel.mesh import Mesh
-from backend.parallel.modulation_cache import CachedLayer
+from backend.parallel.modulation.modulation_cache import CachedLayer
 from backend.sampling.model_runner import LoadedModel, Runner, running
 from backend.sampling.request import Request, build
 from backend.sampling.step_loop import Callbacks, Denoiser

@@ -3,11 +3,10 @@
     python benchmarks/kernels.py [--device cuda] [--kernel NAME] [--head-size SIZE ...] [--json FILE]
 
 One call of 8 heads over 4096 tokens in bf16 on a GPU, over 256 in float32 on the CPU. What a kernel cannot
-compute is torch's own, as in the ranks (backend/parallel/kernel_table.py); "own" says whether it was not.
-With --json each line is written as it comes, an object: {"kernel", "head_size", "masked", "seconds",
+compute is torch's own, as in the ranks (backend/parallel/attention/kernel_table.py); "own" says whether it
+was not. With --json each line is written as it comes, an object: {"kernel", "head_size", "masked", "seconds",
 "distance", "own"}, or {"kernel", "head_size", "masked"} with "unavailable": why it cannot be chosen, or
-"failed": what it raised.
-"""
+"failed": what it raised."""
 
 import argparse
 import json
@@ -21,9 +20,9 @@ import torch
 from torch import Tensor
 
 from backend.config import CHOICES
-from backend.parallel.attention_kernels import attend
-from backend.parallel.kernel_choice import why_unavailable
-from backend.parallel.kernel_table import activated, fits, kernel_of
+from backend.parallel.attention.attention_kernels import attend
+from backend.parallel.attention.kernel_choice import why_unavailable
+from backend.parallel.attention.kernel_table import activated, fits, kernel_of
 from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
 
 KERNELS = CHOICES["attention"][1:]

@@ -38,13 +38,13 @@ from tiny import facts, golden_request
 
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import Checkpoint
+from backend.loading.files.safetensors_files import TensorFiles
 from backend.loading.load_report import LoadReport
 from backend.loading.quantized import QuantizedFiles
 from backend.loading.recognition import recognise
-from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import tensor_parallel
-from backend.parallel.cached_layers import cache_layers
 from backend.parallel.mesh import Axis, Edges, Mesh, layout
+from backend.parallel.modulation.cached_layers import cache_layers
 from backend.parallel.pipeline_stage import Stage
 from backend.parallel.stage_split import Stages
 from backend.protocol import Sample

@@ -17,7 +17,7 @@ from operation_count import Count
 from torch import Tensor
 
 from backend.loading import staging
-from backend.parallel import attention_kernels
+from backend.parallel.attention import attention_kernels
 from backend.sampling.noise import FreshNoise
 
 META = torch.device("meta")

@@ -39,7 +39,8 @@ from page_parts import Part, markdown
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.parallel import tensor_parallel, ulysses_ring
+from backend.parallel import tensor_parallel
+from backend.parallel.attention import ulysses_ring
 from backend.protocol import Sample
 from backend.sampling.step_loop import Callbacks
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.checkpoint import Checkpoint
-from backend.loading.mapped_file import DTYPES
+from backend.loading.files.mapped_file import DTYPES
+from backend.loading.files.safetensors_files import TensorFiles
 from backend.loading.quantized import QuantizedFiles
 from backend.loading.recognition import recognise
-from backend.loading.safetensors_files import TensorFiles
 from backend.parallel.mesh import Mesh
 from backend.protocol import Sample
 from backend.quantization import kernels

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 
 from backend import protocol
 from backend.client import pool
+from backend.client.auto.model_choice import ModelChoice
 from backend.client.client import BackendClient
-from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 

@@ -32,7 +32,8 @@ import torch
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.parallel import mesh, modulation_chunks
+from backend.parallel import mesh
+from backend.parallel.modulation import modulation_chunks
 from backend.protocol import Sample
 from backend.runtime.parent_pipe import be_killed_with_parent, end_with_parent
 from backend.runtime.whole_files import replace_file

@@ -31,7 +31,8 @@ from diffusers.models._modeling_parallel import ContextParallelConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.config import ParallelConfig
-from backend.parallel import tensor_parallel, ulysses_ring
+from backend.parallel import tensor_parallel
+from backend.parallel.attention import ulysses_ring
 from backend.parallel.mesh import single
 from backend.sampling.step_loop import Callbacks
 

@@ -7,7 +7,7 @@ import comfy.model_management
 import torch
 from comfy_api.latest import io
 
-from ..backend.client.dependencies import require_dependencies
+from ..backend.client.launching.dependencies import require_dependencies
 from ..backend.protocol import RefusedError
 from .diffusers_folder.pipelines import has_encoders, open_text, open_vae
 from .diffusers_folder.text_encoder import diffusers_clips

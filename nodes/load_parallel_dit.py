@@ -5,10 +5,11 @@ from functools import partial
 
 from comfy_api.latest import io
 
-from ..backend.client import planning, pool
-from ..backend.client.dependencies import require_dependencies
-from ..backend.client.interpreter import ranks_python
-from ..backend.client.model_choice import ModelChoice
+from ..backend.client import pool
+from ..backend.client.auto import planning
+from ..backend.client.auto.model_choice import ModelChoice
+from ..backend.client.launching.dependencies import require_dependencies
+from ..backend.client.launching.interpreter import ranks_python
 from ..backend.config import ConfigError, ParallelConfig
 from ..backend.planner.auto_config import AutoConfig, unused_method
 from ..backend.planner.choose import MANUAL

@@ -51,8 +51,8 @@ def start_ranks() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_agent
 
-    from backend.client.agent_command import rendezvous_flags
-    from backend.client.rank_environment import closed_doors
+    from backend.client.launching.agent_command import rendezvous_flags
+    from backend.client.launching.rank_environment import closed_doors
 
     with tempfile.TemporaryDirectory(prefix="parallel-dit-") as folder:
         os.environ.update(closed_doors(dict(os.environ)))

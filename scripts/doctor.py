@@ -119,7 +119,7 @@ def end_in_order(number: int, frame):
 def go_on_in_ranks_python(arguments: list[str]):
     """Go on in the Python of the ranks where PARALLEL_DIT_PYTHON names another one than this: its packages,
     torch and NCCL are what ranks use."""
-    from backend.client.interpreter import inherited, ranks_python
+    from backend.client.launching.interpreter import inherited, ranks_python
     from backend.config import ConfigError
 
     try:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from doctor_wheels import remedy
 
-from backend.client.planning import is_memory_shortage
+from backend.client.auto.planning import is_memory_shortage
 from backend.protocol import BackendError, RefusedError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backend.client.measurements import gpu_uuid
+from backend.client.auto.measurements import gpu_uuid
 from backend.hardware.device_memory import is_unified, unified_free
 
 #: NVIDIA's library, which comes with the driver as nvidia-smi does.

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from doctor_findings import OutOfTime
 
-from backend.client.driver_query import driver_says
+from backend.client.auto.driver_query import driver_says
+from backend.client.auto.probe_process import hang_remedy
 from backend.client.pool import Backend
-from backend.client.probe_process import hang_remedy
 from backend.client.status import end_of
 from backend.config import ParallelConfig
 from backend.protocol import BackendError, Result, Sample

@@ -17,9 +17,9 @@ from doctor_next import OTHER_METHOD, REPORT
 from doctor_processes import Ended
 from doctor_time import of_form, while_time
 
-from backend.client.cache_files import cache_folder
+from backend.client.auto.cache_files import cache_folder
 from backend.config import CHOICES, ParallelConfig
-from backend.parallel.kernel_table import kernel_of
+from backend.parallel.attention.kernel_table import kernel_of
 from backend.protocol import RefusedError
 
 #: Attention kernels that are timed: all but auto, which is one of them.

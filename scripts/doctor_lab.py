@@ -21,10 +21,12 @@ from doctor_processes import Ended
 from doctor_sizes import SIZES
 from torch import Tensor
 
-from backend.client import measurements, nccl_settings, pool
-from backend.client.private_folder import private_folder
-from backend.client.probe_process import UnmeasuredError
-from backend.client.rank_environment import sanitized_environment
+from backend.client import pool
+from backend.client.auto import measurements
+from backend.client.auto.probe_process import UnmeasuredError
+from backend.client.launching import nccl_settings
+from backend.client.launching.private_folder import private_folder
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.client.status import log_of_last_backend
 from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import shares_gpu

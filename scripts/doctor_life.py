@@ -17,7 +17,7 @@ from doctor_limits import EXACT
 from doctor_next import NOTHING
 from doctor_time import of_form, while_time
 
-from backend.client.model_choice import ModelChoice
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.protocol import BackendError, Sample
 

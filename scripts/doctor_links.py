@@ -5,8 +5,8 @@ from doctor_hangs import SMI_SECONDS
 from doctor_lab import Lab
 from doctor_slow_copies import SLOW_LINK
 
-from backend.client.driver_query import driver_says
-from backend.client.probe_process import FAILED, UnmeasuredError, hang_remedy
+from backend.client.auto.driver_query import driver_says
+from backend.client.auto.probe_process import FAILED, UnmeasuredError, hang_remedy
 
 
 def links(lab: Lab) -> Found:

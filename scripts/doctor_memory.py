@@ -10,7 +10,7 @@ from doctor_gpu_memory import GpuMemory
 from doctor_lab import Lab
 from doctor_time import of_form, while_time
 
-from backend.client.model_choice import ModelChoice
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.protocol import Describe, RefusedError
 

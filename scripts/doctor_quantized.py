@@ -10,7 +10,7 @@ from doctor_lab import Lab, relative
 from doctor_quantized_ranks import KINDS, on_all_ranks
 from doctor_time import of_form, while_time
 
-from backend.client.planning import is_memory_shortage
+from backend.client.auto.planning import is_memory_shortage
 from backend.config import ParallelConfig
 from backend.protocol import RefusedError
 from backend.quantization.dequantized_cache import CACHE_VARIABLE

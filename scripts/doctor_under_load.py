@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from doctor_findings import OK, WARNING, Finding
 
-from backend.client import driver_query
+from backend.client.auto import driver_query
 
 SMI_SECONDS = 5.0
 #: Between two questions.

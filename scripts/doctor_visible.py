@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from backend.client.measurements import bare_uuid
+from backend.client.auto.measurements import bare_uuid
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

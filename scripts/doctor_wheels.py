@@ -24,7 +24,7 @@ WHEELS = {
 #: Package -> how it is imported where that is not all of it.
 HOW = {
     "diffusers": "from backend.runtime import lean_imports",
-    "yunchang": "from backend.parallel.ring_library import ring_library; ring_library()",
+    "yunchang": "from backend.parallel.attention.ring_library import ring_library; ring_library()",
 }
 #: Version of a package without a distribution of its name.
 UNKNOWN = "of unknown version"

@@ -21,10 +21,10 @@ from accelerate import init_empty_weights
 from headers import HeaderFiles, fold, opened, released, unfold
 
 from backend.loading.checkpoint import Checkpoint
-from backend.loading.gguf_files import GGUFFile, Stored
+from backend.loading.files.gguf_files import GGUFFile, Stored
+from backend.loading.files.safetensors_files import TensorFiles
 from backend.loading.quantized import QuantizedFiles
 from backend.loading.recognition import check_complete, recognise
-from backend.loading.safetensors_files import TensorFiles
 from backend.models.key_layout import Shapes
 
 #: Key -> (dtype, shape).

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from ..client import pool
-from ..client.model_choice import ModelChoice
-from ..client.open_patches import with_patches
-from ..client.planning import plan_for
-from ..client.preflight import check_headers
+from ..client.auto.model_choice import ModelChoice
+from ..client.auto.open_patches import with_patches
+from ..client.auto.planning import plan_for
+from ..client.auto.preflight import check_headers
 from ..config import PER_REQUEST, ConfigError, ParallelConfig
 from ..protocol import Progress, RefusedError
 from . import FAILURES

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..client.model_choice import ModelChoice
+from ..client.auto.model_choice import ModelChoice
 from ..config import ConfigError
 from ..errors import quoted
 from ..planner.machine import is_latent_shape

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from ..client.client import BackendClient
-from ..client.machines import placement
+from ..client.machines.machines import placement
 from ..protocol import BackendError, Report, Shutdown, Status
 from ..rank.start import own_token
 

@@ -13,8 +13,8 @@ from ..errors import SHORT
 from ..protocol import BackendError, Failure, RefusedError, framing, handshake, socket_options
 from ..protocol.messages import LORAS
 from ..runtime.callbacks import never, nothing
-from . import fork_guard
 from .interrupts import PATIENCE
+from .launching import fork_guard
 from .step_timer import StepTimer
 
 #: A listener takes a connection within this long.

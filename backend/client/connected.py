@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from ..config import ParallelConfig
 from ..protocol import BackendError, Cancel
 from ..units import progress_text
+from .auto.model_choice import ModelChoice
 from .client import BackendClient
-from .launcher import BackendProcess
-from .model_choice import ModelChoice
+from .launching.launcher import BackendProcess
 
 #: A wait that is shorter is not worth a line: each step of a client that keeps the loop is a request.
 SHOWN_SECONDS = 0.5

@@ -3,7 +3,7 @@
 import hashlib
 
 from ..protocol import BackendError
-from .interpreter import PACK
+from .launching.interpreter import PACK
 
 
 def pack_version() -> str:

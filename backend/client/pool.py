@@ -14,12 +14,12 @@ from .. import protocol
 from ..config import ParallelConfig
 from ..protocol import BackendError
 from ..runtime.callbacks import never, nothing
+from .auto.model_choice import ModelChoice
 from .connect import connect
 from .connected import Connected
 from .idle import watch
 from .interrupts import CancelledError, InterruptWatch, cancel, turn
-from .launcher import BackendProcess, ClosedError
-from .model_choice import ModelChoice
+from .launching.launcher import BackendProcess, ClosedError
 from .room import Room, with_room
 
 _lock = threading.Lock()

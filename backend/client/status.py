@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from ..protocol import BackendError, Report, Status
 from .client import BackendClient
 from .connect import token_of_environment
+from .launching.private_folder import LOGS, open_within
 from .pool import Backend
-from .private_folder import LOGS, open_within
 from .silence import STATES, process_state
 
 #: Rank 0 answers while the ranks work; one that needs longer is busy with Python, or hangs.

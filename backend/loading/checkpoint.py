@@ -29,9 +29,9 @@ from ..parallel.matrix_cuts import CutPlan, Shard, cut_plan
 from ..parallel.stage_split import Stages
 from . import weight_loading
 from .autodetect import inputs
-from .config_limits import build, check_config
+from .files.config_limits import build, check_config
+from .files.safetensors_files import Weights
 from .parameter_sources import Source, StoredParameter, from_diffusers, numbered, sources
-from .safetensors_files import Weights
 
 #: diffusers' class -> ours, which computes the same (models/common/fewer_passes.py).
 IN_FEWER_PASSES: dict[type[nn.Module], type[nn.Module]] = {

@@ -17,8 +17,8 @@ from ..parallel.matrix_cuts import Shard
 from ..parallel.sequence import Span
 from ..quantization.formats import Quantization
 from ..quantization.packed import Packed, join
-from .header_limits import is_number
-from .safetensors_files import StoredSize, Weights
+from .files.header_limits import is_number
+from .files.safetensors_files import StoredSize, Weights
 
 
 @dataclass(frozen=True)

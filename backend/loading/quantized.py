@@ -11,7 +11,8 @@ from ..models.key_layout import ALWAYS_UNREAD, Shapes
 from ..models.patterns import matches
 from ..quantization.formats import FLOAT8, PLAIN_FLOAT8, Quantization
 from ..quantization.packed import Packed
-from .mapped_file import DTYPES
+from .files.mapped_file import DTYPES
+from .files.safetensors_files import ALL, CPU, StoredSize, TensorFiles
 from .quantized_layers import (
     BAD_CONVERSION,
     DESCRIPTIONS,
@@ -22,7 +23,6 @@ from .quantized_layers import (
     QuantizedLayer,
     find_layers,
 )
-from .safetensors_files import ALL, CPU, StoredSize, TensorFiles
 
 
 @dataclass(frozen=True)

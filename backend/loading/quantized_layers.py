@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from ..errors import UnsupportedError, quoted, reason
 from ..models.key_layout import PREFIXES
 from ..quantization.formats import FLOAT8, FORMATS, Format, scale_group
-from .safetensors_files import TensorFiles
+from .files.safetensors_files import TensorFiles
 
 #: Leaves of a layer besides weight, bias and scales of the weight: scales of activations, where they are
 #: quantized too; what describes formats.

@@ -9,15 +9,15 @@ from pathlib import Path
 from ..errors import UnsupportedError, quoted, reason, some
 from ..models import FAMILIES, family_of_class
 from ..models.key_layout import PREFIXES, Layout, Shapes, renamed
-from .allowed_folders import ANYWHERE, Folders
 from .autodetect import fallback
 from .checkpoint import Checkpoint
-from .folder_config import pipeline_configs, transformer_class, with_defaults
-from .gguf_files import GGUFFile
+from .files.allowed_folders import ANYWHERE, Folders
+from .files.folder_config import pipeline_configs, transformer_class, with_defaults
+from .files.gguf_files import GGUFFile
+from .files.regular_files import is_pipeline, read_json
+from .files.safetensors_files import TensorFiles, Weights, weight_paths
 from .parameter_sources import from_diffusers, numbered
 from .quantized import QuantizedFiles
-from .regular_files import is_pipeline, read_json
-from .safetensors_files import TensorFiles, Weights, weight_paths
 from .unsupported_models import check_format, check_supported, check_unread
 
 

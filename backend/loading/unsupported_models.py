@@ -8,7 +8,7 @@ from ..errors import UnsupportedError, some
 from ..models.family import Family
 from ..models.key_layout import ALWAYS_UNREAD, PREFIXES, Shapes
 from ..models.patterns import matches
-from .lora_spellings import is_lora
+from .lora.lora_spellings import is_lora
 
 KSAMPLER = "sample it with KSampler"
 OTHER_NODES = "use the nodes that were made for it"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .modulation_cache import COMPUTED, CachedLayer
+from .modulation.modulation_cache import COMPUTED, CachedLayer
 
 
 class ShapeOnly(Tensor):

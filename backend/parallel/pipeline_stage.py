@@ -16,11 +16,11 @@ from ..errors import UnsupportedError
 from ..models.common.shape_only import shape_only
 from ..models.family import Family
 from ..runtime.opaque_ops import RUNNING, text_count_tensor
-from .attention_hook import Attention, BlockCall
+from .attention.attention_hook import Attention, BlockCall
+from .attention.early_values import watch_values
+from .attention.kv_buffers import KVBuffers
 from .block_streams import BlockStructure, Forward, Streams, block_list, blocks_of, token_shards
 from .comm import Pipe, cat_or_same
-from .early_values import watch_values
-from .kv_buffers import KVBuffers
 from .mesh import Mesh
 from .sequence import SequenceLengths, Span, TokenShards
 from .staged_block import StagedBlock

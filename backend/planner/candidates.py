@@ -10,7 +10,7 @@ from .model_shape import ModelShape
 
 #: Patches reuse keys and values of the step before: with fewer steps they differ too much.
 MIN_STEPS = 8
-#: Kernels that give no log-sum-exp, by which rings merge (parallel/kernel_table.py).
+#: Kernels that give no log-sum-exp, by which rings merge (parallel/attention/kernel_table.py).
 NOT_OF_RINGS = ("sage-3",)
 #: Fewer tokens of a rank in one patch than these keep no GPU busy.
 MIN_TOKENS = 128

@@ -59,7 +59,7 @@ def settings(before: ParallelConfig, after: ParallelConfig, own: ParallelConfig 
     """Name the inputs to set for ``after``: what differs from ``before``, and all degrees. So they are the
     same where ``before`` is a plan of auto, under which the inputs are at their defaults. ``own``: the
     backend's, where ``before`` has settings of a request: patches that it leaves open were chosen for that
-    (client/open_patches.py), and are named where they change."""
+    (client/auto/open_patches.py), and are named where they change."""
     default = ParallelConfig()
     chosen = {"num_pipeline_patch"} if own is not None and not own.num_pipeline_patch else set()
     named = {}

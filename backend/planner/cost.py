@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..config import ParallelConfig
-from ..parallel.modulation_chunks import counted_embeddings, evaluations_ahead
+from ..parallel.modulation.modulation_chunks import counted_embeddings, evaluations_ahead
 from ..parallel.wire_bytes import head_bytes
 from ..quantization.dequantized_cache import pays
 from ..shares import relative_shares, shard_sizes

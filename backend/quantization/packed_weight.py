@@ -31,7 +31,7 @@ class PackedWeight(nn.Module):
     its format. whole: the weight in ``dtype`` with adapters of other kinds in it, next to the stored one.
     buffer: memory of its own in which the weight stays dequantized (dequantize_once.py). divided: which of
     the layer's tokens ranks divide (LayerTokens.divided); max_over_token_ranks: compares largest values over
-    these ranks (parallel/token_scales.py).
+    these ranks (parallel/modulation/token_scales.py).
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from ..loading.load_report import by_rank
-from ..parallel import kernel_table, kernel_trial
+from ..parallel.attention import kernel_table, kernel_trial
 from ..sampling.model_runner import LoadedModel
 
 #: Sizes with which kernels are tried for models whose heads are of unknown size.

@@ -9,9 +9,9 @@ from functools import partial
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
-from ..loading.lora_keys import LoraUse, lora_stack
+from ..loading.files.scale_values import check_scales
+from ..loading.lora.lora_keys import LoraUse, lora_stack
 from ..loading.model_key import model_key
-from ..loading.scale_values import check_scales
 from ..protocol import (
     LORAS,
     Arrange,

@@ -1,11 +1,10 @@
 """How a rank begins, from its command line, configuration, token and meeting place, and how it ends.
 
-The launcher (client/launcher.py) holds the write end of a pipe that is standard input of every rank. The
-first rank of each machine reads one line, {"token", "config"}, and passes the configuration on through the
-ranks' store, a file in their private folder. The token goes to rank 0 alone: never on a command line, in a
-file or in an environment. A backend that is started by hand gets the configuration on the command line and
-the token from a private file or the environment (docs/security.md).
-"""
+The launcher (client/launching/launcher.py) holds the write end of a pipe that is standard input of every
+rank. The first rank of each machine reads one line, {"token", "config"}, and passes the configuration on
+through the ranks' store, a file in their private folder. The token goes to rank 0 alone: never on a command
+line, in a file or in an environment. A backend that is started by hand gets the configuration on the command
+line and the token from a private file or the environment (docs/security.md)."""
 
 import argparse
 import faulthandler
@@ -25,7 +24,7 @@ import torch
 
 from ..config import MAX_CPU_RANKS, ConfigError, ParallelConfig
 from ..hardware.gpu_sharing import shares_gpu
-from ..loading.allowed_folders import ANYWHERE, Folders
+from ..loading.files.allowed_folders import ANYWHERE, Folders
 from ..parallel import mesh
 from ..protocol.handshake import MIN_TOKEN
 from ..protocol.heartbeats import Heartbeats

@@ -16,7 +16,7 @@ from ..errors import ARRANGING, RAN_OUT, reason
 from ..hardware.device_memory import check_not_lost, is_out_of_memory
 from ..loading import parking
 from ..loading.load_report import by_rank
-from ..loading.lora_keys import lora_stack, stack_digest
+from ..loading.lora.lora_keys import lora_stack, stack_digest
 from ..loading.model_key import check_same, check_unchanged, content_key, model_key, other_lora
 from ..loading.weight_loading import CheckedLoad
 from ..parallel import mesh as meshes

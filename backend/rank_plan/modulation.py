@@ -3,7 +3,7 @@
 import math
 
 from ..models.family import Family
-from ..parallel.modulation_chunks import counted_embeddings, embeddings_ahead, evaluations_ahead
+from ..parallel.modulation.modulation_chunks import counted_embeddings, embeddings_ahead, evaluations_ahead
 from ..planner.rank_shares import rank_shares
 from .workload import MeshPlace, Workload
 

@@ -13,9 +13,9 @@ from ..config import ParallelConfig
 from ..errors import UnsupportedError
 from ..loading.checkpoint import Checkpoint
 from ..models.blocks import APART
+from ..parallel.attention.ring_library import ring_unavailable
 from ..parallel.block_cost import PROMPT, block_costs, latents_of
 from ..parallel.block_streams import BlockStructure
-from ..parallel.ring_library import ring_unavailable
 from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.model_shape import NONE, BlockShape, ModelShape
 from ..quantization.kernels import MatmulChoice

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
-from ..loading.safetensors_files import StoredSize
+from ..loading.files.safetensors_files import StoredSize
 from ..loading.weight_loading import keeps_packed
 from ..parallel.fsdp import PREFETCH
 from ..parallel.matrix_cuts import Shard

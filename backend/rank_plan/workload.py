@@ -14,7 +14,7 @@ from ..config import ParallelConfig
 from ..loading.checkpoint import Checkpoint
 from ..parallel.block_cost import PROMPT, AttentionCall, LayerTokens, latents_of
 from ..parallel.matrix_cuts import Shard, head_groups
-from ..parallel.modulation_cache import layer_features
+from ..parallel.modulation.modulation_cache import layer_features
 from ..parallel.sequence import SequenceLengths, TokenShards, patches, whole_sequence
 from ..parallel.stage_split import Stages
 from ..parallel.wire_bytes import kv_heads_sent

@@ -16,19 +16,20 @@ from ..hardware.device_memory import segments_grow
 from ..hardware.gpu_kernels import Capability
 from ..loading import parking
 from ..loading.load_report import LoadReport
-from ..loading.lora_fusion import FusedWeights, Stack
+from ..loading.lora.lora_fusion import FusedWeights, Stack
 from ..models.common.fewer_passes import rotary
 from ..models.common.known_signatures import known_signatures
 from ..models.common.request_arguments import RequestArguments
 from ..models.family import STEP_END, Family
-from ..parallel import comm, fsdp, kernel_choice, kernel_table
-from ..parallel.attention_kernels import instead_of_torch
+from ..parallel import comm, fsdp
+from ..parallel.attention import kernel_choice, kernel_table
+from ..parallel.attention.attention_kernels import instead_of_torch
+from ..parallel.attention.kernel_table import activated
+from ..parallel.attention.kv_buffers import KVBuffers
 from ..parallel.block_streams import blocks_of
-from ..parallel.cached_layers import first_block_argument
 from ..parallel.compiled_blocks import Outcome, compiled, failure_lines
-from ..parallel.kernel_table import activated
-from ..parallel.kv_buffers import KVBuffers
-from ..parallel.modulation_cache import LayerCache
+from ..parallel.modulation.cached_layers import first_block_argument
+from ..parallel.modulation.modulation_cache import LayerCache
 from ..parallel.pipeline_stage import Stage, model_output
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext

@@ -10,7 +10,7 @@ from ..errors import UnsupportedError
 from ..models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid
-from ..parallel.kernel_table import kernel_of
+from ..parallel.attention.kernel_table import kernel_of
 from ..planner.machine import is_latent_shape
 from ..quantization.formats import dtype_name
 from .model_inputs import ModelInputs

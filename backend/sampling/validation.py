@@ -15,8 +15,8 @@ from ..hardware.gpu_kernels import Capability
 from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..models.latent_tokens import NestedGrid, TokenGrid
-from ..parallel import kernel_choice, kernel_table
-from ..parallel.ring_library import ring_unavailable
+from ..parallel.attention import kernel_choice, kernel_table
+from ..parallel.attention.ring_library import ring_unavailable
 from ..parallel.wire_bytes import FULL
 from ..planner.config_changes import named_change
 from ..protocol import Describe, Sample

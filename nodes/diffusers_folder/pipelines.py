@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...backend.errors import UnsupportedError, quoted, reason
-from ...backend.loading.regular_files import INDEXES, check_regular, is_pipeline, read_json
+from ...backend.loading.files.regular_files import INDEXES, check_regular, is_pipeline, read_json
 from ...backend.protocol import RefusedError
 from ...backend.runtime.install_command import install_command
 

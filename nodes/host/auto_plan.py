@@ -10,10 +10,11 @@ from typing import TypeVar
 import comfy.model_management
 import torch
 
-from ...backend.client import measurements, planning, pool
-from ...backend.client.model_choice import ModelChoice
-from ...backend.client.open_patches import with_patches
-from ...backend.client.planning import EstimateOf
+from ...backend.client import pool
+from ...backend.client.auto import measurements, planning
+from ...backend.client.auto.model_choice import ModelChoice
+from ...backend.client.auto.open_patches import with_patches
+from ...backend.client.auto.planning import EstimateOf
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.parallel.stage_split import TEXT_TOKENS
 from ...backend.planner import patches

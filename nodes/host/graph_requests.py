@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
-from ...backend.client.model_choice import ModelChoice
+from ...backend.client.auto.model_choice import ModelChoice
 from ...backend.parallel.stage_split import TEXT_TOKENS
 from ...backend.planner.machine import RequestEstimate
 from ...backend.planner.model_shape import ModelShape

@@ -17,12 +17,12 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.utils
 
-from ...backend.client import measurements
 from ...backend.client.argument_cache import ArgumentCache
-from ...backend.client.launcher import ClosedError
-from ...backend.client.model_choice import ModelChoice
+from ...backend.client.auto import measurements
+from ...backend.client.auto.model_choice import ModelChoice
+from ...backend.client.auto.preflight import check_headers
+from ...backend.client.launching.launcher import ClosedError
 from ...backend.client.pool import Backend, backend_at_hand, backend_for, folders, launched
-from ...backend.client.preflight import check_headers
 from ...backend.config import ParallelConfig
 from ...backend.planner.auto_config import AutoConfig
 from ...backend.protocol import Loaded

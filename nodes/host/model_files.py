@@ -8,9 +8,9 @@ from functools import lru_cache
 import comfy.utils
 import folder_paths
 
-from ...backend.client.model_choice import ModelChoice
-from ...backend.loading.lora_file_bytes import file_bytes
-from ...backend.loading.regular_files import MAX_HEADER_BYTES
+from ...backend.client.auto.model_choice import ModelChoice
+from ...backend.loading.files.regular_files import MAX_HEADER_BYTES
+from ...backend.loading.lora.lora_file_bytes import file_bytes
 from ...backend.quantization.lora_bytes import LoraBytes
 from ..diffusers_folder.pipelines import INDEXES
 from . import stock_loras

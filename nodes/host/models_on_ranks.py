@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import comfy.model_management
 
-from ...backend.client import planning
-from ...backend.client.launcher import ClosedError
-from ...backend.client.model_choice import ModelChoice
+from ...backend.client.auto import planning
+from ...backend.client.auto.model_choice import ModelChoice
+from ...backend.client.launching.launcher import ClosedError
 from ...backend.client.pool import Backend
 from ...backend.hardware.device_memory import HOST_SHARE, host_free
 from ...backend.protocol import BackendError, Loaded, RefusedError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ...backend.client import planning
+from ...backend.client.auto import planning
 from ...backend.planner.machine import RequestEstimate, sides_of
 from ...backend.planner.model_shape import ModelShape
 from ...backend.protocol import Sample

@@ -6,8 +6,8 @@ import comfy.model_management
 import torch
 from comfy.cli_args import args
 
-from ...backend.client.open_patches import with_patches
-from ...backend.client.planning import EstimateOf
+from ...backend.client.auto.open_patches import with_patches
+from ...backend.client.auto.planning import EstimateOf
 from ...backend.parallel.stage_split import TEXT_TOKENS
 from ...backend.planner.machine import RequestEstimate, sides_of
 from ...backend.planner.model_shape import ModelShape

@@ -12,7 +12,7 @@ import comfy.model_patcher
 import torch
 from comfy_execution.utils import get_executing_context
 
-from ...backend.client import planning
+from ...backend.client.auto import planning
 from ...backend.client.room import Room, local_gpus
 from ...backend.hardware.device_memory import device_name
 from ...backend.protocol import Loaded, Welcome

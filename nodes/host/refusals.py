@@ -4,7 +4,7 @@ import logging
 import time
 from contextlib import contextmanager
 
-from ...backend.client.dependencies import MissingDependencyError
+from ...backend.client.launching.dependencies import MissingDependencyError
 from ...backend.client.status import log_of_last_backend
 from ...backend.config import ConfigError
 from ...backend.errors import SHORT, UnsupportedError

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...backend.client.private_folder import PrivateFolder, private_folder
+from ...backend.client.launching.private_folder import PrivateFolder, private_folder
 from ...backend.errors import reason
-from ...backend.loading.lora_spellings import stem_of_rows
+from ...backend.loading.lora.lora_spellings import stem_of_rows
 from ...backend.protocol import RefusedError
 from ...backend.runtime.whole_files import replace_file
 

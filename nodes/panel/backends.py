@@ -6,7 +6,8 @@ import time
 import comfy.model_management
 import torch
 
-from ...backend.client import measurements, pool
+from ...backend.client import pool
+from ...backend.client.auto import measurements
 from ...backend.client.status import rank_state, report
 from ...backend.config import in_words
 from ...backend.protocol import BackendError

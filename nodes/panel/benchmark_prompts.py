@@ -9,7 +9,8 @@ from operator import attrgetter
 
 import torch
 
-from ...backend.client import planning, pool
+from ...backend.client import pool
+from ...backend.client.auto import planning
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.planner.auto_config import PLANNED, AutoConfig
 from ...backend.planner.choose import EXACT, MANUAL, Question

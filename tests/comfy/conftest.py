@@ -22,7 +22,7 @@ from servers import comfy_over
 
 @pytest.fixture(scope="session", autouse=True)
 def measurements_of_the_tests(tmp_path_factory):
-    """What auto measures is cached for the tests alone (client/measurements.py)."""
+    """What auto measures is cached for the tests alone (client/auto/measurements.py)."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

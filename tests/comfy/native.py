@@ -22,7 +22,7 @@ with comfy_modules():
     import comfy.model_detection
     import comfy.model_patcher
     import comfy.supported_models
-    from parallel_dit.backend.client.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.nodes.comfy_models.registry import weightless_patcher
     from parallel_dit.nodes.host import remote_solver

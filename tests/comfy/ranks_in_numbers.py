@@ -8,7 +8,7 @@ with comfy_modules():
     from comfy_execution.graph import DynamicPrompt
     from comfy_execution.progress import reset_progress_state
     from parallel_dit.backend.client import pool
-    from parallel_dit.backend.client.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.protocol import Loaded, RefusedError, Result, Unload, Welcome
     from parallel_dit.nodes.host import graph_requests, handle, models_on_ranks

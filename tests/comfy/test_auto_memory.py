@@ -9,7 +9,7 @@ from comfy_modules import comfy_modules
 from golden_graphs import error_of, graph, ranks_of
 
 with comfy_modules():
-    from parallel_dit.backend.client.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import ConfigError, ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.planner.choose import MEMORY
@@ -25,7 +25,7 @@ PLANS = [ParallelConfig(ring_degree=2), ParallelConfig(ulysses_degree=2), Parall
 
 
 class Planning:
-    """backend.client.planning with so many plans that fit."""
+    """backend.client.auto.planning with so many plans that fit."""
 
     def __init__(self, plans: list):
         self.plans, self.spared = plans, 0

@@ -20,7 +20,7 @@ with comfy_modules():
     from golden_pack import TestGoldenText
     from native import ParallelDiT, Rank, client_protocol, remote_solver, weightless_patcher
     from pairs import _conditioning, parts
-    from parallel_dit.backend.client.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
 
     import nodes

@@ -21,7 +21,7 @@ with comfy_modules():
     import comfy.model_detection
     import comfy.samplers
     import comfy.supported_models
-    from parallel_dit.backend.client.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig as ClientConfig
     from parallel_dit.backend.protocol import RefusedError
     from parallel_dit.nodes.comfy_models.registry import FAMILIES as NODE_FAMILIES

@@ -13,7 +13,7 @@ from ranks_in_numbers import CONFIG, backend, run  # noqa: F401  # fixtures
 with comfy_modules():
     import comfy.model_management as management
     from parallel_dit.backend.client import interrupts, pool
-    from parallel_dit.backend.client.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.hardware.device_memory import device_name
     from parallel_dit.backend.planner.auto_config import AutoConfig

@@ -6,7 +6,7 @@ from comfy_modules import comfy_modules
 
 with comfy_modules():
     from comfy.cli_args import PerformanceFeature, args
-    from parallel_dit.backend.client.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import CHOICES, ParallelConfig
     from parallel_dit.nodes.host import plan_report
 

@@ -25,8 +25,8 @@ OUT_OF_MEMORY = BackendError("rank 1 ran out of memory in the middle of a reques
 
 
 class Plans:
-    """backend.client.planning that takes other plans for one latent and for several. asked: the requests;
-    spared: plans whose ranks ran out of memory."""
+    """backend.client.auto.planning that takes other plans for one latent and for several. asked: the
+    requests; spared: plans whose ranks ran out of memory."""
 
     def __init__(self):
         self.asked, self.spared = [], []

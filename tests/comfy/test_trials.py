@@ -9,8 +9,8 @@ from published import FLUX, L40
 
 with comfy_modules():
     from parallel_dit.backend.client import measurements, planning, pool
-    from parallel_dit.backend.client.model_choice import ModelChoice
-    from parallel_dit.backend.client.plan_history import PlanHistory
+    from parallel_dit.backend.client.auto.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.plan_history import PlanHistory
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig, config_of
     from parallel_dit.backend.planner.machine import RequestEstimate

@@ -34,7 +34,8 @@ from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.common import ltx2_connectors
-from backend.parallel import compiled_blocks, mesh, tensor_parallel, ulysses_ring
+from backend.parallel import compiled_blocks, mesh, tensor_parallel
+from backend.parallel.attention import ulysses_ring
 from backend.parallel.sequence import SequenceLengths, TokenShards, patches
 from backend.protocol import Sample
 from backend.sampling import request as request_module

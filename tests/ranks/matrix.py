@@ -29,9 +29,11 @@ from torch.distributed.tensor import DTensor
 from backend import engine as engine_module
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.lora_keys import lora_stack
-from backend.parallel import compiled_blocks, fsdp, mesh, modulation_chunks, tensor_parallel, ulysses_ring
-from backend.parallel.modulation_cache import COMPUTED
+from backend.loading.lora.lora_keys import lora_stack
+from backend.parallel import compiled_blocks, fsdp, mesh, tensor_parallel
+from backend.parallel.attention import ulysses_ring
+from backend.parallel.modulation import modulation_chunks
+from backend.parallel.modulation.modulation_cache import COMPUTED
 from backend.sampling.step_loop import Callbacks
 
 

@@ -17,7 +17,7 @@ from tiny import batch_request, made_once, relative
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.lora_keys import lora_stack
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import fsdp, mesh, tensor_parallel
 from backend.quantization.dequantize_once import dequantized_once
 from backend.quantization.packed_weight import PackedWeight

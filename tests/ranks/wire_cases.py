@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backend.config import ParallelConfig
-from backend.parallel import ulysses_ring
-from backend.parallel.attention_hook import Attention, BlockCall
-from backend.parallel.attention_kernels import attend_lse
+from backend.parallel.attention import ulysses_ring
+from backend.parallel.attention.attention_hook import Attention, BlockCall
+from backend.parallel.attention.attention_kernels import attend_lse
 from backend.parallel.wire import pack, unpack
 from backend.parallel.wire_bytes import FP8
 

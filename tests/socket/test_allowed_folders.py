@@ -9,12 +9,12 @@ from odd_files import index, transformer
 from tiny import write_checkpoint
 
 from backend.client import pool
-from backend.client.agent_command import launch_command
+from backend.client.launching.agent_command import launch_command
 from backend.config import ParallelConfig
 from backend.config import ParallelConfig as LaunchedConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.allowed_folders import ANYWHERE, Folders
+from backend.loading.files.allowed_folders import ANYWHERE, Folders
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.protocol import Load, RefusedError

@@ -25,7 +25,7 @@ from tiny import error_in_std, golden_request, shallow_flux, to_vae_units, write
 
 from backend import config, protocol
 from backend.client import pool
-from backend.client.model_choice import ModelChoice
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError

@@ -26,8 +26,9 @@ from live_backend import (  # noqa: F401  # fixtures
 from tiny import error_in_std, to_vae_units
 
 from backend import protocol
-from backend.client import pool, private_folder
-from backend.client.launcher import ClosedError
+from backend.client import pool
+from backend.client.launching import private_folder
+from backend.client.launching.launcher import ClosedError
 from backend.config import ParallelConfig
 from backend.quantization import dequantized_cache
 
@@ -43,8 +44,7 @@ DETECTED, CANCELLED = 15, 5
 
 @pytest.fixture(scope="module", autouse=True)
 def orphans():
-    """Those of a parent that was killed while rank 1 was stopped. torchrun waits 30 s for that one, in which
-    the other tests run."""
+    """Those of a parent killed while rank 1 was stopped. torchrun waits 30 s for it: other tests run."""
     if sys.platform != "linux":
         return None
     found = Orphans()

@@ -8,8 +8,9 @@ from pathlib import Path
 import forking
 import handshakes
 
-from backend.client import fork_guard, preflight, private_folder
+from backend.client.auto import preflight
 from backend.client.client import BackendClient
+from backend.client.launching import fork_guard, private_folder
 from backend.config import ParallelConfig
 
 

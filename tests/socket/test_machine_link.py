@@ -1,4 +1,5 @@
-"""The launchers' connection between machines (client/machine_link.py), on loopback, without ranks."""
+"""The launchers' connection between machines (client/machines/machine_link.py), on loopback, without
+ranks."""
 
 import socket
 import threading
@@ -10,8 +11,8 @@ import machine_pair
 import pytest
 from machine_pair import BEGIN, HELLO, PATIENCE, TOKEN, GaveUp
 
-from backend.client import machine_link, machine_rendezvous
-from backend.client.exit_report import RankFailure, cause_among
+from backend.client.launching.exit_report import RankFailure, cause_among
+from backend.client.machines import machine_link, machine_rendezvous
 from backend.client.silence import SILENT_SECONDS
 from backend.config import ConfigError
 from backend.protocol import BackendError

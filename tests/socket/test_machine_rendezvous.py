@@ -11,7 +11,7 @@ import machine_pair
 import pytest
 from machine_pair import BEGIN, HELLO, PATIENCE, TOKEN, GaveUp
 
-from backend.client import machine_link, machine_rendezvous
+from backend.client.machines import machine_link, machine_rendezvous
 from backend.protocol import BackendError
 
 

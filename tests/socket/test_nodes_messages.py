@@ -10,7 +10,7 @@ from fake_backend import TOKEN, FakeBackend, reply
 from handles_in_numbers import handles
 from without_comfy import HOST, StandIn
 
-from backend.client import measurements
+from backend.client.auto import measurements
 from backend.client.client import BackendClient
 from backend.config import ParallelConfig
 from backend.protocol import Load, Loaded, Result, Sample, framing

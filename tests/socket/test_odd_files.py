@@ -15,7 +15,7 @@ from backend.client import pool
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError, quoted, reason, some
-from backend.loading.header_limits import shards
+from backend.loading.files.header_limits import shards
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.protocol import RefusedError

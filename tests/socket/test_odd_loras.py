@@ -14,8 +14,8 @@ from backend import protocol
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.lora_keys import lora_stack
-from backend.loading.safetensors_files import TensorFiles
+from backend.loading.files.safetensors_files import TensorFiles
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import mesh
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from tiny import golden_request
 
 from backend.cli import __main__ as cli
-from backend.client import measurements, pool
+from backend.client import pool
+from backend.client.auto import measurements
 
 #: 400 tokens: each of three patches is long enough.
 LATENT = [16, 40, 40]

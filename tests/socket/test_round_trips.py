@@ -7,8 +7,8 @@ import torch
 from fake_backend import TOKEN, FakeBackend, reply
 
 from backend.client import pool
+from backend.client.auto.model_choice import ModelChoice
 from backend.client.client import BackendClient
-from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import Failure, Load, Loaded, Result, Sample, framing

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from backend.cli import __main__ as cli
 from backend.cli import start, status
 from backend.client import pool
-from backend.client.machines import Machines
+from backend.client.machines.machines import Machines
 from backend.config import ParallelConfig
 from backend.protocol import Report
 from demo import shapes

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.client import launcher, silence
-from backend.client.launcher import BackendProcess
+from backend.client import silence
+from backend.client.launching import launcher
+from backend.client.launching.launcher import BackendProcess
 from backend.client.silence import LOOK_SECONDS, SilenceWatch, silent_seconds
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from recorded_signatures import FLASH_ATTN, SAGE, SAGE_1, SAGE_3, SAGE_ON_8_0, Recorded, stand_in
 
-from backend.parallel.kernel_table import HALF, SDPA
+from backend.parallel.attention.kernel_table import HALF, SDPA
 
 
 def lse_of(q, k, scale):

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from backend.parallel.kernel_table import SDPA
+from backend.parallel.attention.kernel_table import SDPA
 
 
 def by_cudnn(q, k, v, *, scale):

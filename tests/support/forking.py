@@ -12,7 +12,7 @@ from pathlib import Path
 from forking_agent.agent_server import VARIABLE
 from pytest import MonkeyPatch
 
-from backend.client.rank_environment import sanitized_environment
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 
 #: In PYTHONPATH it makes torchrun's agents, and these their ranks, forks of what has imported everything.

@@ -4,7 +4,7 @@ import torch
 from quantized import weights_of
 from safetensors.torch import save_file
 
-from backend.loading.lora_keys import lora_stack
+from backend.loading.lora.lora_keys import lora_stack
 
 STRENGTH = 0.7
 

@@ -19,9 +19,9 @@ from typing import cast
 import torch
 
 from backend.loading.checkpoint import Checkpoint
+from backend.loading.files.safetensors_files import FLOATING, TensorFiles
 from backend.loading.quantized import QuantizedFiles
 from backend.loading.recognition import check_complete, recognise
-from backend.loading.safetensors_files import FLOATING, TensorFiles
 
 RELEASED = Path(__file__).parents[1] / "headers" / "released.json.gz"
 #: Key -> (type, shape).

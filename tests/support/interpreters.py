@@ -5,7 +5,7 @@ from pathlib import Path
 
 import forking
 
-from backend.client.interpreter import answer
+from backend.client.launching.interpreter import answer
 
 
 def recording(path: Path, log: Path, forks: bool = False) -> Path:

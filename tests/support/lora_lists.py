@@ -15,8 +15,8 @@ from pathlib import Path
 
 from headers import RELEASED, opened, released, unfold, write_sparse
 
-from backend.loading.lora_keys import Lora, open_lora
-from backend.loading.lora_targets import Targets
+from backend.loading.lora.lora_keys import Lora, open_lora
+from backend.loading.lora.lora_targets import Targets
 
 #: Rank of all lists, and the factor that LyCORIS cuts matrices by for LoKr.
 RANK, FACTOR = 8, 16

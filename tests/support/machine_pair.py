@@ -1,9 +1,9 @@
-"""Two machines of a backend on loopback, whose launchers meet (client/machine_rendezvous.py)."""
+"""Two machines of a backend on loopback, whose launchers meet (client/machines/machine_rendezvous.py)."""
 
 import socket
 from dataclasses import replace
 
-from backend.client.machines import Machines
+from backend.client.machines.machines import Machines
 
 TOKEN = "4" * 64
 HELLO = {"pack": "1", "diffusers": "3"}

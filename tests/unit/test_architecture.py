@@ -46,7 +46,11 @@ LAYERS = [
 #: What ComfyUI's process imports of the backend: rooms, and single files that need nothing.
 SHARED = ("backend.client", "backend.planner", "backend.protocol", "backend.config", "backend.errors")
 SHARED_FILES = (
-    *("backend.loading.regular_files", "backend.parallel.stage_split", "backend.hardware.device_memory"),
+    *(
+        "backend.loading.files.regular_files",
+        "backend.parallel.stage_split",
+        "backend.hardware.device_memory",
+    ),
     *(
         "backend.shares",
         "backend.hardware.cgroup_limits",
@@ -59,7 +63,11 @@ SHARED_FILES = (
         "backend.units",
         "backend.quantization.lora_bytes",
     ),
-    *("backend.loading.lora_file_bytes", "backend.loading.lora_spellings", "backend.runtime.whole_files"),
+    *(
+        "backend.loading.lora.lora_file_bytes",
+        "backend.loading.lora.lora_spellings",
+        "backend.runtime.whole_files",
+    ),
     "backend.runtime.callbacks",
 )
 STDLIB_ONLY = (
@@ -69,9 +77,9 @@ STDLIB_ONLY = (
     "backend.runtime.install_command",
     "backend.quantization.dequantized_cache",
     "backend.runtime.parent_pipe",
-    "backend.loading.allowed_folders",
-    "backend.loading.regular_files",
-    "backend.parallel.modulation_chunks",
+    "backend.loading.files.allowed_folders",
+    "backend.loading.files.regular_files",
+    "backend.parallel.modulation.modulation_chunks",
     "backend.parallel.stage_split",
     "backend.parallel.wire_bytes",
     "backend.planner.auto_config",
@@ -88,14 +96,14 @@ STDLIB_ONLY = (
     "backend.shares",
     "backend.runtime.torch_version",
     *("backend.units", "backend.quantization.lora_bytes", "backend.runtime.whole_files"),
-    *("backend.loading.lora_file_bytes", "backend.loading.model_key", "backend.runtime.callbacks"),
+    *("backend.loading.lora.lora_file_bytes", "backend.loading.model_key", "backend.runtime.callbacks"),
     "backend.protocol.handshake",
     "backend.protocol.heartbeats",
     "backend.protocol.load_choices",
     "backend.protocol.messages",
     "backend.protocol.solver_names",
     "backend.protocol.step_times",
-    *("backend.client.machine_link", "backend.client.silence", "backend.client.step_timer"),
+    *("backend.client.machines.machine_link", "backend.client.silence", "backend.client.step_timer"),
 )
 #: Imported by ComfyUI's process: these packages must not come with them.
 HEAVY = ("diffusers", "yunchang", "transformers", "accelerate", "torch.distributed")

@@ -9,11 +9,11 @@ import torch
 from moved_bytes import MovedBytes
 from recorded_signatures import SAGE, SAGE_1
 
-from backend.parallel import attention_kernels as kernels
-from backend.parallel import kernel_table as table
-from backend.parallel import ring_library
-from backend.parallel.attention_kernels import ALIGNMENT, NOTHING, aligned, attend_lse
-from backend.parallel.kernel_choice import import_error, why_unavailable
+from backend.parallel.attention import attention_kernels as kernels
+from backend.parallel.attention import kernel_table as table
+from backend.parallel.attention import ring_library
+from backend.parallel.attention.attention_kernels import ALIGNMENT, NOTHING, aligned, attend_lse
+from backend.parallel.attention.kernel_choice import import_error, why_unavailable
 from backend.probe import computed_in
 
 #: Biases that torch.ops.aten._scaled_dot_product_efficient_attention refuses: rows of 13 keys, a ring rank's

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from live_memory import LiveMemory
 
-from backend.parallel import attention_kernels, ulysses_ring
-from backend.parallel.attention_hook import Attention, BlockCall
+from backend.parallel.attention import attention_kernels, ulysses_ring
+from backend.parallel.attention.attention_hook import Attention, BlockCall
 from backend.parallel.mesh import Axis, single
 from backend.parallel.sequence import SequenceLengths, Span, whole_sequence
 from backend.parallel.step_context import StepContext

@@ -14,7 +14,8 @@ import torch
 from benchmarked import BENCHMARKS, SMALL, save_model
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
-from backend.client import nccl_settings, pool
+from backend.client import pool
+from backend.client.launching import nccl_settings
 from backend.config import ParallelConfig
 from backend.protocol import Ping
 

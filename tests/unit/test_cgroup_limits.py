@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from backend.client import measurements, rank_environment
+from backend.client.auto import measurements
+from backend.client.launching import rank_environment
 from backend.config import ParallelConfig
 from backend.hardware import device_memory
 from backend.hardware.cgroup_limits import cpu_limit, memory_limits

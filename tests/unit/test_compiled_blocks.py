@@ -17,8 +17,8 @@ from tiny import batch_request, golden_request, relative, write_checkpoint, writ
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.parallel import compiled_blocks, mesh, static_addresses
-from backend.parallel.attention_kernels import SDPA
-from backend.parallel.kv_buffers import KVBuffers
+from backend.parallel.attention.attention_kernels import SDPA
+from backend.parallel.attention.kv_buffers import KVBuffers
 from backend.parallel.staged_block import StagedBlock
 from backend.quantization.packed_weight import PackedWeight
 from backend.runtime import opaque_ops

@@ -23,7 +23,8 @@ from backend.models import wan_animate
 from backend.models.common.fewer_passes import angles_of
 from backend.models.common.known_signatures import CACHED_INSPECT, known_signatures
 from backend.models.common.ltx2_blocks import audio_corners
-from backend.parallel import mesh, modulation_cache
+from backend.parallel import mesh
+from backend.parallel.modulation import modulation_cache
 from backend.sampling import model_runner
 from backend.sampling.step_loop import Callbacks
 

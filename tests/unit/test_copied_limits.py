@@ -6,9 +6,10 @@ from collections import defaultdict
 import pytest
 from source_files import SOURCES, assigned
 
-from backend.client import planning
+from backend.client.auto import planning
 from backend.hardware import device_memory
-from backend.loading import adapters, compute_dtype, lora_file_bytes
+from backend.loading import compute_dtype
+from backend.loading.lora import adapters, lora_file_bytes
 from backend.parallel import block_cost, mesh, stage_split
 from backend.planner.machine import RequestEstimate
 from backend.protocol import heartbeats, load_choices
@@ -24,8 +25,8 @@ OWNERS = {
     "MAX_HELLO": "backend.protocol.handshake",
     "WEIGHT_DTYPES": "backend.protocol.load_choices",
     "HOST_SHARE": "backend.hardware.device_memory",
-    "MAX_FACTORS": "backend.loading.lora_file_bytes",
-    "MAX_HEADER_BYTES": "backend.loading.regular_files",
+    "MAX_FACTORS": "backend.loading.lora.lora_file_bytes",
+    "MAX_HEADER_BYTES": "backend.loading.files.regular_files",
 }
 
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from attention_stubs import by_cudnn
 
-from backend.parallel import kernel_table as table
-from backend.parallel import kernel_trial
-from backend.parallel.attention_kernels import attend, instead_of_torch
-from backend.parallel.kernel_choice import explained, why_unavailable
-from backend.parallel.kernel_table import SDPA, fits
+from backend.parallel.attention import kernel_table as table
+from backend.parallel.attention import kernel_trial
+from backend.parallel.attention.attention_kernels import attend, instead_of_torch
+from backend.parallel.attention.kernel_choice import explained, why_unavailable
+from backend.parallel.attention.kernel_table import SDPA, fits
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from tiny import batch_request, shallow_flux, weights_module
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.lora_keys import lora_stack
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import mesh
 from backend.quantization.dequantize_once import dequantized_once
 from backend.quantization.dequantized_cache import pays

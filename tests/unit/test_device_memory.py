@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backend.client.rank_environment import sanitized_environment
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.hardware import device_memory
 from backend.hardware.device_memory import FIXED_SEGMENTS, DeviceMemory, is_out_of_memory, segments_grow

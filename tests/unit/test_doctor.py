@@ -26,7 +26,7 @@ from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 from doctor_wheels import WHEELS, Wheel, tried
 
 from backend.config import ParallelConfig
-from backend.parallel.kernel_table import KERNELS
+from backend.parallel.attention.kernel_table import KERNELS
 from backend.protocol import Loaded, Result, Sample
 
 

@@ -9,7 +9,7 @@ import torch
 from doctor_gpu_memory import GpuMemory, MemoryInfo
 from doctor_memory import MemoryWatch
 
-from backend.client.measurements import gpu_uuid
+from backend.client.auto.measurements import gpu_uuid
 
 #: UUID -> bytes in total, and free.
 CARDS = {b"GPU-aa": (16 << 30, 15 << 30), b"GPU-bb": (16 << 30, 4 << 30)}

@@ -9,7 +9,7 @@ from doctor_stubs import StubLab
 
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel import compiled_blocks
-from backend.parallel.kernel_table import KERNELS, MIN_APPROXIMATE_KEYS
+from backend.parallel.attention.kernel_table import KERNELS, MIN_APPROXIMATE_KEYS
 from backend.protocol import RefusedError
 
 

@@ -17,11 +17,12 @@ import torch
 from doctor_facts import Facts
 from doctor_findings import PROBLEM, WARNING, OutOfTime, findings
 
-from backend.client import measurements, nccl_settings, private_folder, probe_process
-from backend.client.rank_environment import sanitized_environment
+from backend.client.auto import measurements, probe_process
+from backend.client.launching import nccl_settings, private_folder
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
+from backend.loading.files.safetensors_files import TensorFiles
 from backend.loading.quantized import QuantizedFiles
-from backend.loading.safetensors_files import TensorFiles
 from backend.planner.machine import Machine
 from backend.protocol import BackendError, Loaded, Result, Sample
 

@@ -17,7 +17,7 @@ from doctor_hangs import HungError
 from doctor_next import advised
 from doctor_stubs import StubLab
 
-from backend.client.model_choice import ModelChoice
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint
 from backend.protocol import BackendError

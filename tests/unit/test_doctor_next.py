@@ -13,7 +13,7 @@ from doctor_findings import OK, PROBLEM, WARNING, Finding
 from doctor_next import advised
 from doctor_stubs import GPU, StubLab, full_findings, machine
 
-from backend.client.probe_process import UnmeasuredError
+from backend.client.auto.probe_process import UnmeasuredError
 from backend.hardware.gpu_sharing import SHARED_GPU
 from backend.protocol import BackendError
 

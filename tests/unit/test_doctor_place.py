@@ -10,7 +10,7 @@ from doctor_findings import PROBLEM, WARNING
 from doctor_place import place, remarks
 from doctor_stubs import ENDED, GPU, StubLab, full_findings, machine
 
-from backend.client.rank_environment import sanitized_environment
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 
 

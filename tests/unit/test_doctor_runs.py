@@ -19,7 +19,7 @@ import torch
 from doctor_findings import OK, PROBLEM, WARNING
 from doctor_stubs import GPU, MODE, StubLab, full_findings, machine, said
 
-from backend.client.probe_process import UnmeasuredError
+from backend.client.auto.probe_process import UnmeasuredError
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
 from backend.hardware.gpu_sharing import SHARED_GPU

@@ -18,7 +18,7 @@ from backend.config import ParallelConfig
 from backend.models.patterns import matches
 from backend.parallel.block_streams import Forward
 from backend.parallel.embedded_shapes import ShapeOnly
-from backend.parallel.modulation_cache import LayerCache
+from backend.parallel.modulation.modulation_cache import LayerCache
 from backend.parallel.pipeline_stage import Stage
 
 #: Most bytes that a stage holds of all of them.

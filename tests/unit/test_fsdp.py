@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.parallel import fsdp, modulation_cache, modulation_chunks
+from backend.parallel import fsdp
 from backend.parallel.mesh import Axis, single
-from backend.parallel.modulation_cache import CachedLayer, LayerCache
+from backend.parallel.modulation import modulation_cache, modulation_chunks
+from backend.parallel.modulation.modulation_cache import CachedLayer, LayerCache
 from backend.parallel.pipeline_stage import StageDone
 from backend.sampling.model_runner import running
 from backend.sampling.request import Request

@@ -17,7 +17,8 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
-from backend.parallel import mesh, modulation_cache, modulation_chunks
+from backend.parallel import mesh
+from backend.parallel.modulation import modulation_cache, modulation_chunks
 from backend.planner.cost import Cost
 from backend.planner.machine import RequestEstimate
 from backend.rank_plan import RequestSize, describe

@@ -15,7 +15,7 @@ from backend.models import krea2, lumina2
 from backend.models.common import grouped_attention as grouped
 from backend.models.common.fewer_passes import apply_rotary_emb
 from backend.models.common.replaced_classes import replace_classes
-from backend.parallel import attention_kernels
+from backend.parallel.attention import attention_kernels
 from backend.runtime import torch_version
 
 TOKENS, HEADS, GROUPS, SIZE = 9, 8, 2, 16

@@ -9,7 +9,7 @@ import torch
 from handles_in_numbers import Interrupted, handles, run
 
 from backend import protocol
-from backend.client.launcher import ClosedError
+from backend.client.launching.launcher import ClosedError
 
 
 @pytest.fixture

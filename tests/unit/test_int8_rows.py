@@ -8,7 +8,7 @@ import pytest
 import torch
 from live_memory import LiveMemory
 
-from backend.loading.safetensors_files import StoredSize
+from backend.loading.files.safetensors_files import StoredSize
 from backend.parallel.matrix_cuts import Shard
 from backend.parallel.mesh import Axis
 from backend.parallel.sequence import Span

@@ -6,11 +6,12 @@ import sys
 import interpreters
 import pytest
 
-from backend.client import interpreter, measurements, nccl_settings
-from backend.client.agent_command import agent_command
-from backend.client.dependencies import MissingDependencyError, require_dependencies
-from backend.client.model_choice import ModelChoice
-from backend.client.rank_environment import sanitized_environment
+from backend.client.auto import measurements
+from backend.client.auto.model_choice import ModelChoice
+from backend.client.launching import interpreter, nccl_settings
+from backend.client.launching.agent_command import agent_command
+from backend.client.launching.dependencies import MissingDependencyError, require_dependencies
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError
 
@@ -74,7 +75,7 @@ def test_what_is_no_interpreter_is_refused(monkeypatch, value):
 
 def test_it_is_asked_for_its_packages(chosen, tmp_path):
     require_dependencies(python=chosen)
-    assert "-m backend.client.dependencies" in (tmp_path / "log").read_text()
+    assert "-m backend.client.launching.dependencies" in (tmp_path / "log").read_text()
     (tmp_path / "requirements.txt").write_text("no-such-package>=1\n")
     with pytest.raises(MissingDependencyError) as missing:
         require_dependencies(tmp_path / "requirements.txt", chosen)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from backend.client import interrupts, pool
+from backend.client.auto.model_choice import ModelChoice
 from backend.client.interrupts import InterruptWatch
-from backend.client.model_choice import ModelChoice
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import Arrange, Load, RefusedError, Unload

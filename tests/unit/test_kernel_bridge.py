@@ -20,10 +20,10 @@ from recorded_signatures import (
     stand_in,
 )
 
-from backend.parallel import kernel_table as table
-from backend.parallel import kernel_trial
-from backend.parallel.kernel_choice import import_error, why_unavailable
-from backend.parallel.kernel_table import KERNELS, SDPA
+from backend.parallel.attention import kernel_table as table
+from backend.parallel.attention import kernel_trial
+from backend.parallel.attention.kernel_choice import import_error, why_unavailable
+from backend.parallel.attention.kernel_table import KERNELS, SDPA
 from backend.runtime.install_command import install_command
 from backend.runtime.torch_version import has_torch
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backend.parallel import kernel_trial
-from backend.parallel.kernel_table import KERNELS
+from backend.parallel.attention import kernel_trial
+from backend.parallel.attention.kernel_table import KERNELS
 from backend.rank import kernel_round
 
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from recorded_signatures import SAGE_ON_8_0
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
-from backend.parallel import kernel_table as table
-from backend.parallel.attention_kernels import attend
-from backend.parallel.kernel_choice import explained, import_error, why_unavailable
-from backend.parallel.kernel_table import KERNELS, SDPA, TORCH, fits
+from backend.parallel.attention import kernel_table as table
+from backend.parallel.attention.attention_kernels import attend
+from backend.parallel.attention.kernel_choice import explained, import_error, why_unavailable
+from backend.parallel.attention.kernel_table import KERNELS, SDPA, TORCH, fits
 from backend.runtime.install_command import install_command
 
 SCALE = 0.3
@@ -145,7 +145,7 @@ def test_other_heads_of_a_model_stay_off_an_activated_kernel(stand_ins, monkeypa
     q, k, v = sample(size=20)
     limited = []
     monkeypatch.setattr(
-        "backend.parallel.attention_kernels.sdpa_kernel",
+        "backend.parallel.attention.attention_kernels.sdpa_kernel",
         lambda backends: limited.append(backends) or torch.no_grad(),
     )
     assert attend("flash-attn-3", q, k, v).equal(SDPA(q, k, v))

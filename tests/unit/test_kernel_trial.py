@@ -10,9 +10,9 @@ from attention_packages import VERSION_1, package
 from attention_stubs import right
 
 from backend.config import ParallelConfig
-from backend.parallel import kernel_trial
-from backend.parallel.attention_kernels import SDPA
-from backend.parallel.kernel_table import KERNELS
+from backend.parallel.attention import kernel_trial
+from backend.parallel.attention.attention_kernels import SDPA
+from backend.parallel.attention.kernel_table import KERNELS
 from backend.protocol import Sample
 from backend.rank.admission import RefusedByAllRanks
 from backend.rank.worker import Worker

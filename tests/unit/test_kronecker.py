@@ -10,11 +10,11 @@ from loras import randn
 from safetensors.torch import save_file
 from tiny import relative
 
-from backend.loading.adapters import cut
-from backend.loading.lokr import LoKr
-from backend.loading.lora_file_bytes import _held
-from backend.loading.lora_products import are_products
-from backend.loading.safetensors_files import TensorFiles
+from backend.loading.files.safetensors_files import TensorFiles
+from backend.loading.lora.adapters import cut
+from backend.loading.lora.lokr import LoKr
+from backend.loading.lora.lora_file_bytes import _held
+from backend.loading.lora.lora_products import are_products
 from backend.parallel.sequence import Span
 from backend.quantization.added_products import MAX_TOKENS, AddedProduct, LowRank, Scales
 from backend.quantization.formats import PLAIN_FLOAT8

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from backend.parallel.kv_buffers import KVBuffers
+from backend.parallel.attention.kv_buffers import KVBuffers
 from backend.sampling.solver_registry import Evaluation
 from backend.sampling.step_loop import _ratio
 

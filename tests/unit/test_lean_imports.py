@@ -21,7 +21,7 @@ del torch.float8_e8m0fnu
 from backend.runtime import lean_imports
 assert "transformers" not in sys.modules
 import backend.worker, backend.preflight
-from backend.loading.mapped_file import DTYPES
+from backend.loading.files.mapped_file import DTYPES
 assert DTYPES["F8_E8M0"] == torch.uint8
 """
 #: As if diffusers imported a package that needs transformers and is not among the hidden ones.

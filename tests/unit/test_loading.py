@@ -19,9 +19,9 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
 from backend.loading.compute_dtype import default_dtype
+from backend.loading.files.safetensors_files import TensorFiles
+from backend.loading.files.scale_values import check_scales
 from backend.loading.recognition import open_checkpoint
-from backend.loading.safetensors_files import TensorFiles
-from backend.loading.scale_values import check_scales
 from backend.parallel import mesh
 
 

@@ -14,7 +14,7 @@ from tolerance import assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import MAX_STACKS, Engine
 from backend.errors import UnsupportedError
-from backend.loading.lora_keys import lora_stack
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import mesh
 
 

@@ -12,10 +12,10 @@ from tiny import relative, shallow_flux, write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading import lora_products
-from backend.loading.adapters import LoHa, is_low_rank
-from backend.loading.lora_keys import lora_stack
-from backend.loading.safetensors_files import TensorFiles
+from backend.loading.files.safetensors_files import TensorFiles
+from backend.loading.lora import lora_products
+from backend.loading.lora.adapters import LoHa, is_low_rank
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import mesh
 from backend.parallel.sequence import Span
 from backend.sampling.step_loop import Callbacks

@@ -11,7 +11,7 @@ from tiny import relative, shallow_flux, write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.lora_keys import lora_stack
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import mesh
 from backend.quantization.added_products import Kronecker, LowRank
 from backend.quantization.packed_weight import PackedWeight

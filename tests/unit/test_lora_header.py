@@ -10,7 +10,7 @@ from tiny import shallow_flux, write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.lora_keys import Lora, lora_stack
+from backend.loading.lora.lora_keys import Lora, lora_stack
 from backend.parallel import mesh
 
 MODULE = "transformer.double_blocks.0.img_mlp.0"

@@ -8,9 +8,9 @@ import torch
 from lora_lists import key_lists, keys_of, opened_list, targets_of
 
 from backend.errors import UnsupportedError
-from backend.loading.lora_file_bytes import PIECES, file_bytes, matrix
-from backend.loading.lora_keys import LoraUse
-from backend.loading.lora_products import LoraChange, MatrixShard, added_bytes
+from backend.loading.lora.lora_file_bytes import PIECES, file_bytes, matrix
+from backend.loading.lora.lora_keys import LoraUse
+from backend.loading.lora.lora_products import LoraChange, MatrixShard, added_bytes
 from backend.models import FAMILIES
 from backend.parallel.sequence import Span
 from backend.quantization.lora_bytes import LoraBytes

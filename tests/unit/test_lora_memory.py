@@ -15,7 +15,7 @@ from tiny import write_checkpoint
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.adapters import LoRA
+from backend.loading.lora.adapters import LoRA
 from backend.parallel import mesh
 from backend.planner.choose import Question, choose
 from backend.planner.machine import RESERVE, RequestEstimate

@@ -10,9 +10,9 @@ from tolerance import assert_ulps
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.adapters import LoRAByHead
+from backend.loading.files.safetensors_files import TensorFiles
+from backend.loading.lora.adapters import LoRAByHead
 from backend.loading.recognition import open_checkpoint
-from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import mesh
 from backend.parallel.matrix_cuts import Shard
 from backend.parallel.sequence import Span

@@ -13,7 +13,7 @@ from without_comfy import HOST, StandIn, on_stand_ins
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading.lora_keys import lora_stack
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import mesh
 
 

@@ -15,11 +15,11 @@ from tiny import relative, shallow_flux, write_shallow_flux
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading import lora_fusion, lora_products, magnitudes
 from backend.loading.device_or_host import DeviceOrHost
-from backend.loading.lora_file_bytes import file_bytes
-from backend.loading.lora_keys import lora_stack
-from backend.loading.lora_spellings import stem_of_rows
+from backend.loading.lora import lora_fusion, lora_products, magnitudes
+from backend.loading.lora.lora_file_bytes import file_bytes
+from backend.loading.lora.lora_keys import lora_stack
+from backend.loading.lora.lora_spellings import stem_of_rows
 from backend.parallel import compiled_blocks, mesh
 from backend.quantization.added_products import Kronecker, LowRank
 from backend.sampling.step_loop import Callbacks

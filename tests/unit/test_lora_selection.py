@@ -9,10 +9,10 @@ from tiny import write_shallow_flux
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.loading import lora_fusion
-from backend.loading.lora_fusion import OPENED, FusedWeights
-from backend.loading.lora_keys import lora_stack
-from backend.loading.lora_spellings import stem_of_rows
+from backend.loading.lora import lora_fusion
+from backend.loading.lora.lora_fusion import OPENED, FusedWeights
+from backend.loading.lora.lora_keys import lora_stack
+from backend.loading.lora.lora_spellings import stem_of_rows
 from backend.parallel import mesh
 
 ATTENTION, PROJECTION = "double_blocks.0.img_attn.qkv", "double_blocks.0.img_attn.proj"

@@ -12,9 +12,9 @@ from torch import nn
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.gguf_files import GGUFFile
-from backend.loading.lora_fusion import FusedWeights
-from backend.loading.lora_keys import lora_stack
+from backend.loading.files.gguf_files import GGUFFile
+from backend.loading.lora.lora_fusion import FusedWeights
+from backend.loading.lora.lora_keys import lora_stack
 from backend.parallel import fsdp, mesh
 from backend.parallel.sequence import Span
 

@@ -14,9 +14,9 @@ from page_examples import DOCS, examples
 
 from backend.cli import start
 from backend.cli.settings import read_config
-from backend.client import dependencies
-from backend.client.agent_command import agent_command
-from backend.client.machines import Machines, crossing, placement
+from backend.client.launching import dependencies
+from backend.client.launching.agent_command import agent_command
+from backend.client.machines.machines import Machines, crossing, placement
 from backend.config import AXES, ConfigError, ParallelConfig
 from backend.parallel import mesh
 
@@ -149,7 +149,7 @@ def test_the_compared_versions_are_those_of_the_ranks_python(monkeypatch, tmp_pa
     monkeypatch.setenv("PARALLEL_DIT_PYTHON", str(python))
     monkeypatch.setattr(dependencies, "installed", lambda name: f"{name} 0.1")
     assert start.same_everywhere() == own
-    assert "backend.client.dependencies" in (tmp_path / "log").read_text()
+    assert "backend.client.launching.dependencies" in (tmp_path / "log").read_text()
 
 
 def test_several_machines_meet_where_nothing_is_unpickled():

@@ -13,9 +13,10 @@ import doctor_facts
 import interpreters
 import pytest
 
-from backend.client import cache_files, driver_query, measurements, nccl_settings
-from backend.client.dependencies import require_dependencies
-from backend.client.model_choice import ModelChoice
+from backend.client.auto import cache_files, driver_query, measurements
+from backend.client.auto.model_choice import ModelChoice
+from backend.client.launching import nccl_settings
+from backend.client.launching.dependencies import require_dependencies
 from backend.planner.machine import Machine
 
 

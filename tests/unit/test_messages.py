@@ -18,7 +18,8 @@ from wires import Log, Message, Operation
 
 from backend.config import ParallelConfig
 from backend.loading.checkpoint import Checkpoint
-from backend.parallel import compiled_blocks, tensor_parallel, ulysses_ring
+from backend.parallel import compiled_blocks, tensor_parallel
+from backend.parallel.attention import ulysses_ring
 from backend.rank_plan.shape_of import shape_of
 from backend.sampling.model_runner import running
 from backend.sampling.request import build
@@ -303,8 +304,7 @@ WAITS = [("ulysses", {}), ("ring", {}), ("tensor_parallel", {}), ("pipefusion", 
 
 @pytest.mark.parametrize("method, settings", [*WAITS, ("data_parallel", {"shard_weights": True})])
 def test_ranks_that_wait_at_once_hide_nothing(method, settings, monkeypatch):
-    """benchmarks/waiting.py: nothing is between a collective or a send and its wait, and messages stay the
-    same. Stages still post receives ahead."""
+    """benchmarks/waiting.py: nothing is between a send and its wait. Stages still post receives ahead."""
     halve(monkeypatch)
     config = configuration((method,), **settings)
     logs = {"usual": run("flux-dev", config, shallow_checkpoint())}

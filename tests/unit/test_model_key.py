@@ -12,10 +12,10 @@ from tiny import write_checkpoint
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import RAN_OUT, UnsupportedError
+from backend.loading.files.regular_files import file_state
 from backend.loading.load_report import by_rank
-from backend.loading.lora_keys import lora_stack, stack_digest
+from backend.loading.lora.lora_keys import lora_stack, stack_digest
 from backend.loading.model_key import check_same, content_key, model_key
-from backend.loading.regular_files import file_state
 from backend.parallel import mesh
 from backend.protocol import Load
 from backend.rank.admission import Admission, FatalOutOfMemory, InsufficientMemory

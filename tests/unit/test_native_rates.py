@@ -11,7 +11,7 @@ from published import FLUX, L40, RTX4090
 from released_forms import checkpoint_of
 
 from backend import probe
-from backend.client import measurements, probe_process
+from backend.client.auto import measurements, probe_process
 from backend.config import ParallelConfig
 from backend.loading.weight_loading import matrices
 from backend.planner.choose import Question, choose

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backend.client.exit_report import RankFailure
+from backend.client.launching.exit_report import RankFailure
 from backend.client.next_step import failure_sentence
 from backend.client.silence import RUNS, STATES
 
@@ -27,7 +27,7 @@ SAYING = [
     "FatalOutOfMemory: rank 1 ran out of memory in the middle of a request, with 1 GB free on its device "
     "(...); use a smaller latent or batch, or more ranks",
     "UnsupportedError: steps is 0; it has to be 1 or more",
-    "backend.loading.lora_keys.MisfitError: no key of the LoRA fits; choose another",
+    "backend.loading.lora.lora_keys.MisfitError: no key of the LoRA fits; choose another",
     "RefusedByAllRanks: rank 0 lacks memory; use more ranks",
     "ConfigError: gpus is '3' while this process sees 2 GPUs; clear it.",
     "DistBackendError: NCCL error in: ...: Cuda failure 217 'peer access is not supported'",

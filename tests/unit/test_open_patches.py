@@ -9,10 +9,11 @@ import pytest
 import torch
 from published import A100, FLUX, H100, L40, RTX4090, WAN
 
-from backend.client import measurements, planning, pool
-from backend.client.model_choice import ModelChoice
-from backend.client.open_patches import with_patches
-from backend.client.planning import known_question
+from backend.client import pool
+from backend.client.auto import measurements, planning
+from backend.client.auto.model_choice import ModelChoice
+from backend.client.auto.open_patches import with_patches
+from backend.client.auto.planning import known_question
 from backend.config import ParallelConfig
 from backend.planner import patches
 from backend.planner.candidates import MIN_STEPS

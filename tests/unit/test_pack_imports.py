@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.client import dependencies
-from backend.client.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
+from backend.client.launching import dependencies
+from backend.client.launching.dependencies import REQUIREMENTS, MissingDependencyError, require_dependencies
 from backend.config import ConfigError
 from backend.errors import UnsupportedError
 from backend.protocol import BackendError, ProtocolError, RefusedError

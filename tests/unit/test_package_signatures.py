@@ -7,7 +7,7 @@ import recorded_signatures as records
 import torch
 from recorded_signatures import COMFY_KITCHEN, YUNCHANG, Recorded, parameters_of
 
-from backend.parallel.ring_library import ring_library
+from backend.parallel.attention.ring_library import ring_library
 from backend.quantization.int8_rows import SCALED_PRODUCT
 from backend.quantization.kernels import CALLED
 from backend.runtime.torch_version import installed

@@ -16,7 +16,7 @@ from tolerance import assert_same_bits
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
-from backend.loading.lora_keys import lora_stack
+from backend.loading.lora.lora_keys import lora_stack
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
 from backend.quantization import packed, packed_weight

@@ -12,9 +12,11 @@ from tolerance import assert_same_bits, assert_ulps
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import UnsupportedError
-from backend.parallel import attention_kernels, mesh, modulation_chunks, modulation_plan
-from backend.parallel import modulation_cache as cached
-from backend.parallel.attention_hook import Attention
+from backend.parallel import mesh
+from backend.parallel.attention import attention_kernels
+from backend.parallel.attention.attention_hook import Attention
+from backend.parallel.modulation import modulation_cache as cached
+from backend.parallel.modulation import modulation_chunks, modulation_plan
 from backend.parallel.sequence import SequenceLengths, Span, patches
 from backend.parallel.step_context import StepContext
 from backend.runtime.opaque_ops import RUNNING, Running

@@ -12,7 +12,7 @@ import torch
 from parallel_dit.nodes.diffusers_folder import pipelines
 
 from backend.errors import UnsupportedError
-from backend.loading.regular_files import check_regular
+from backend.loading.files.regular_files import check_regular
 from backend.protocol import RefusedError
 
 SAFE = {"use_safetensors": True, "local_files_only": True}

@@ -10,9 +10,10 @@ import pytest
 import torch
 from published import FLUX, L40
 
-from backend.client import measurements, planning, pool
-from backend.client.model_choice import ModelChoice
-from backend.client.plan_history import LastPlan, PlanHistory
+from backend.client import pool
+from backend.client.auto import measurements, planning
+from backend.client.auto.model_choice import ModelChoice
+from backend.client.auto.plan_history import LastPlan, PlanHistory
 from backend.config import ParallelConfig
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import EXACT, PlanChoice, Question, choose

@@ -14,9 +14,9 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
+from backend.parallel.attention.kv_buffers import KVBuffers
 from backend.parallel.block_streams import block_list
-from backend.parallel.kv_buffers import KVBuffers
-from backend.parallel.modulation_cache import CachedLayer
+from backend.parallel.modulation.modulation_cache import CachedLayer
 from backend.parallel.sequence import Span
 from backend.planner.machine import RequestEstimate
 from backend.planner.memory import held

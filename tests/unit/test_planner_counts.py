@@ -7,11 +7,11 @@ import pytest
 import torch
 from published import FLUX, QWEN, RTX4090
 
-from backend.client import planning
-from backend.client.model_choice import ModelChoice
+from backend.client.auto import planning
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import CHOICES, ConfigError, ParallelConfig
 from backend.hardware import gpu_kernels
-from backend.parallel.kernel_table import kernel_of, merges
+from backend.parallel.attention.kernel_table import kernel_of, merges
 from backend.planner.auto_config import AutoConfig
 from backend.planner.candidates import candidates
 from backend.planner.choose import Question, choose

@@ -9,9 +9,10 @@ import pytest
 import torch
 from published import L40, WAN
 
-from backend.client import measurements, planning, pool, status
-from backend.client.model_choice import ModelChoice
-from backend.client.plan_history import PlanHistory
+from backend.client import pool, status
+from backend.client.auto import measurements, planning
+from backend.client.auto.model_choice import ModelChoice
+from backend.client.auto.plan_history import PlanHistory
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig, unused_method
 from backend.planner.choose import ASIDE, PlanChoice

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from backend.client import pool
-from backend.client.launcher import ClosedError
-from backend.client.model_choice import ModelChoice
+from backend.client.auto.model_choice import ModelChoice
+from backend.client.launching.launcher import ClosedError
 from backend.client.pool import Backend
 from backend.config import ParallelConfig
 from backend.protocol import BackendError, Describe, Load, Loaded, Result, Sample, Unload, Welcome

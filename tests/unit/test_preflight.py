@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from tiny import write_checkpoint
 
-from backend.client import cache_files, preflight
-from backend.client.model_choice import ModelChoice
+from backend.client.auto import cache_files, preflight
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError
-from backend.loading.allowed_folders import ANYWHERE
+from backend.loading.files.allowed_folders import ANYWHERE
 from backend.loading.recognition import open_checkpoint
 from backend.planner.auto_config import config_of
 from backend.planner.model_shape import ModelShape

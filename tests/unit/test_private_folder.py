@@ -17,8 +17,9 @@ from pathlib import Path
 import faults
 import pytest
 
-from backend.client import private_folder, status
-from backend.client.interpreter import PACK
+from backend.client import status
+from backend.client.launching import private_folder
+from backend.client.launching.interpreter import PACK
 
 
 def test_a_socket_fits_below_a_folder_whose_name_has_more_bytes_than_characters(monkeypatch):
@@ -75,7 +76,7 @@ def test_a_disk_that_groups_share_is_fine(monkeypatch, tmp_path):
 LAUNCHER = """
 import sys; sys.path.insert(0, {root!r})
 import time
-from backend.client.private_folder import PrivateFolder
+from backend.client.launching.private_folder import PrivateFolder
 folder = PrivateFolder()
 if {named}: folder.keep()
 print(folder.path, flush=True)

@@ -1,4 +1,4 @@
-"""What backend/client/probe_process.py says of ranks that hang while this machine is measured."""
+"""What backend/client/auto/probe_process.py says of ranks that hang while this machine is measured."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from backend.client import probe_process
+from backend.client.auto import probe_process
 
 
 def hang(device: str, **how) -> probe_process.UnmeasuredError:

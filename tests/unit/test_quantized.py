@@ -11,8 +11,8 @@ from tolerance import assert_same_bits, assert_ulps
 
 from backend.config import ParallelConfig
 from backend.engine import Engine
+from backend.loading.files.safetensors_files import TensorFiles
 from backend.loading.recognition import open_checkpoint
-from backend.loading.safetensors_files import TensorFiles
 from backend.parallel import mesh
 
 FOUR_BITS = ("convrot_w4a4", "asym_w4a8_int8")

@@ -11,8 +11,8 @@ from tiny import write_checkpoint
 
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.files.scale_values import check_scales
 from backend.loading.recognition import open_checkpoint
-from backend.loading.scale_values import check_scales
 from backend.planner import candidates
 from backend.planner.machine import RequestEstimate
 from backend.rank_plan.shape_of import shape_of

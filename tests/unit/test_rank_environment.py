@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from backend.client import rank_environment
-from backend.client.launcher import BackendProcess
-from backend.client.rank_environment import PACK, sanitized_environment
+from backend.client.launching import rank_environment
+from backend.client.launching.launcher import BackendProcess
+from backend.client.launching.rank_environment import PACK, sanitized_environment
 from backend.config import ConfigError, ParallelConfig
 from backend.hardware import host_system
 from backend.hardware.device_memory import FIXED_SEGMENTS

@@ -15,7 +15,7 @@ from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.loading.recognition import open_checkpoint
 from backend.parallel import mesh
-from backend.parallel.modulation_chunks import AHEAD
+from backend.parallel.modulation.modulation_chunks import AHEAD
 from backend.rank_plan import RequestSize, describe, weights, workload
 from backend.rank_plan.request_size import size_of
 from backend.sampling.step_loop import Callbacks

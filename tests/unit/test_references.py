@@ -17,7 +17,8 @@ from backend.loading.recognition import open_checkpoint
 from backend.models import qwen_image21
 from backend.models.common import references
 from backend.models.latent_tokens import TokenGrid
-from backend.parallel import mesh, modulation_cache
+from backend.parallel import mesh
+from backend.parallel.modulation import modulation_cache
 from backend.parallel.pipeline_stage import model_output
 from backend.protocol import REFERENCE_METHODS
 from backend.sampling.model_inputs import arguments_of

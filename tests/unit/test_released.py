@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from backend.errors import UnsupportedError
 from backend.loading.checkpoint import Checkpoint
-from backend.loading.config_limits import check_config
+from backend.loading.files.config_limits import check_config
+from backend.loading.files.safetensors_files import weight_paths
 from backend.loading.recognition import recognise
-from backend.loading.safetensors_files import weight_paths
 from backend.loading.unsupported_models import UNSUPPORTED, UNSUPPORTED_FORMATS, check_supported
 from backend.models.key_layout import PREFIXES
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from backend.cli import sample
-from backend.client.model_choice import ModelChoice
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import ParallelConfig
 from backend.protocol import RefusedError, Result
 

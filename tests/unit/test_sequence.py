@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from backend.models.latent_tokens import NestedGrid, TokenGrid
-from backend.parallel.attention_hook import Attention
+from backend.parallel.attention.attention_hook import Attention
 from backend.parallel.block_streams import token_shards
 from backend.parallel.mesh import single
 from backend.parallel.request_caches import Masks, Positions, select

@@ -6,8 +6,8 @@ import pytest
 import torch
 from attention_stubs import right
 
-from backend.parallel import kernel_trial
-from backend.parallel.attention_kernels import SDPA
+from backend.parallel.attention import kernel_trial
+from backend.parallel.attention.attention_kernels import SDPA
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from fake_memory import GB, FakeMemory, on_ranks
 from tiny import batch_request
 
-from backend.client.rank_environment import sanitized_environment
+from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.parallel import mesh
 from backend.planner.memory import LEFT_FREE, SPARE, spare_bytes

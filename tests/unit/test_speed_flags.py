@@ -9,7 +9,7 @@ import torch
 from parallel_dit.nodes.host.speed_flags import flag_lines
 
 from backend.config import CHOICES
-from backend.parallel.kernel_choice import explained
+from backend.parallel.attention.kernel_choice import explained
 from backend.quantization.formats import PLAIN_FLOAT8
 from backend.quantization.matmul import Matrix, choose
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from backend.config import ParallelConfig
 from backend.hardware.host_memory import on_device
 from backend.models.latent_tokens import TokenGrid
-from backend.parallel import modulation_cache, modulation_chunks
-from backend.parallel.modulation_cache import CurrentCall
+from backend.parallel.modulation import modulation_cache, modulation_chunks
+from backend.parallel.modulation.modulation_cache import CurrentCall
 from backend.parallel.sequence import Span
 from backend.parallel.step_context import StepContext
 from backend.protocol.solver_names import PERCENTS, SOLVERS

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from backend.models import FAMILIES
-from backend.parallel import comm, mesh, token_scales
+from backend.parallel import comm, mesh
 from backend.parallel.block_cost import layer_tokens
+from backend.parallel.modulation import token_scales
 from backend.quantization import kernels
 from backend.quantization.formats import FORMATS
 from backend.quantization.kernels import MatmulChoice

@@ -8,8 +8,8 @@ import pytest
 import torch
 from attention_stubs import right
 
-from backend.parallel import kernel_trial
-from backend.parallel.kernel_table import KERNELS
+from backend.parallel.attention import kernel_trial
+from backend.parallel.attention.kernel_table import KERNELS
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from published import A100, FLUX, L40, WAN
 
-from backend.client import measurements
-from backend.client.model_choice import ModelChoice
+from backend.client.auto import measurements
+from backend.client.auto.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.choose import ASIDE, TURNS, Question, choose, ranked
 from backend.planner.machine import Machine, RequestEstimate

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backend.parallel import ulysses_ring
-from backend.parallel.attention_kernels import NOTHING
+from backend.parallel.attention import ulysses_ring
+from backend.parallel.attention.attention_kernels import NOTHING
 from backend.parallel.mesh import Axis
 from backend.parallel.sequence import Span
 from backend.parallel.wire import pack, unpack

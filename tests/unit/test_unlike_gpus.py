@@ -7,9 +7,10 @@ import pytest
 import torch
 from published import L40, WAN
 
-from backend.client import measurements, planning, pool
-from backend.client.model_choice import ModelChoice
-from backend.client.plan_history import PlanHistory
+from backend.client import pool
+from backend.client.auto import measurements, planning
+from backend.client.auto.model_choice import ModelChoice
+from backend.client.auto.plan_history import PlanHistory
 from backend.config import ConfigError, ParallelConfig
 from backend.planner.auto_config import AutoConfig
 from backend.planner.choose import Question

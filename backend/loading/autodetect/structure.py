@@ -14,7 +14,7 @@ from ...models.blocks import APART, JOINED
 from ...models.family import Family
 from ...models.latent_tokens import TokenGrid
 from ...parallel import mesh
-from ...parallel.kv_buffers import KVBuffers
+from ...parallel.attention.kv_buffers import KVBuffers
 from ...parallel.pipeline_stage import Stage, model_output
 from ...parallel.sequence import SequenceLengths, Span, patches
 from ...parallel.step_context import StepContext

@@ -8,8 +8,8 @@ import os
 import sys
 
 AGENT = ["-m", "torch.distributed.run"]
-#: What reads headers (backend/client/preflight.py), what starts a backend from a terminal, and what clients
-#: that are a few lines have in them.
+#: What reads headers (backend/client/auto/preflight.py), what starts a backend from a terminal, and what
+#: clients that are a few lines have in them.
 READER = ["-m", "backend.preflight"]
 LAUNCHER = "scripts/serve.py start"
 CLIENT = "\nfrom backend.client"

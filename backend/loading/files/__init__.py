@@ -1,0 +1,1 @@
+"""Files as they lie on disk, and what is refused of them before they are read."""

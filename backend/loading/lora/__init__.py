@@ -1,0 +1,1 @@
+"""LoRA and LoKr files: their keys, what they change, and how weights take them."""

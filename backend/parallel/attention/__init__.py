@@ -1,0 +1,1 @@
+"""Attention under the parallel methods: the hook, USP, its kernels and K/V buffers."""

@@ -1,0 +1,1 @@
+"""Modulation computed ahead of the steps, cached and sent to the device."""
