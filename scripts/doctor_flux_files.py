@@ -28,7 +28,8 @@ STEPS = (4, 8)
 
 def flux_files(lab: Lab) -> Found:
     """Seconds a step and of whole requests of Flux.1's shapes in fp8 and int8 with a LoRA: one rank, Ulysses,
-    PipeFusion, and latents against one rank's. The files stay for the check "shapes"."""
+    PipeFusion, and latents against one rank's. The files stay for the check "shapes", which deletes them, its
+    shorter form before it makes others."""
     path, request, what = lab.released(FAMILY)
     files: dict[str, Path | None] = {}
     for kind in KINDS:

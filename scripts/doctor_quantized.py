@@ -42,6 +42,7 @@ def quantized(lab: Lab) -> Found:
         on_all = of_form(lab, of_all, [f"{kind} on all ranks" for kind in TELLING[:1]])
         kinds = tuple(of_all[what] for what in on_all)
         yield from findings("quantized", on_all_ranks, lab, kinds, what="all ranks")
+        lab.drop("quantized", KINDS[0])  # int8's, made anew: bf16's comes next, the largest
         of_one = {f"{kind} on one rank": kind for kind in _kinds()}
         for what in while_time(lab, of_form(lab, of_one, [f"{kind} on one rank" for kind in TELLING])):
             kind = of_one[what]

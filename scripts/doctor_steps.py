@@ -33,13 +33,17 @@ Made = tuple[Path, Callable[[int], Sample], str]
 def shapes(lab: Lab) -> Found:
     """Seconds a step at the shapes of Flux.1, Wan 14B and MiniMax-H3, of which a few blocks have random
     weights, in bf16 (Flux.1's by the check "speed"), int8 and fp8; in the shorter form in bf16 alone."""
-    if lab.is_short:
-        lab.left_out += [f"{family} {kind}" for family in SHAPES for kind in KINDS]
-        yield from _in_bf16(lab)
-        return
-    for family in while_time(lab, SHAPES):
-        yield from findings("shapes", _of_family, lab, family, what=family)
-        _drop(lab, family)
+    try:
+        if lab.is_short:
+            lab.left_out += [f"{family} {kind}" for family in SHAPES for kind in KINDS]
+            yield from _in_bf16(lab)
+            return
+        for family in while_time(lab, SHAPES):
+            yield from findings("shapes", _of_family, lab, family, what=family)
+            _drop(lab, family)
+    finally:
+        for family in SHAPES:  # also where the time is over
+            _drop(lab, family)
 
 
 def _drop(lab: Lab, family: str):
@@ -50,7 +54,9 @@ def _drop(lab: Lab, family: str):
 
 
 def _in_bf16(lab: Lab) -> Found:
-    """Time all families on the ranks of each method: to start these takes longest."""
+    """Time all families on the ranks of each method: to start these takes longest. The files of all are there
+    at once, so those of "fp8 and int8" go first."""
+    _drop(lab, TIMED_BEFORE)
     known: dict[str, Made] = {}
     for family in SHAPES:
         if family != TIMED_BEFORE:
@@ -77,8 +83,6 @@ def _in_bf16(lab: Lab) -> Found:
             steps=STEPS.get(family),
         )
         yield from possible("shapes", label, timed, lab)
-    for family in SHAPES:
-        _drop(lab, family)
 
 
 def _made(lab: Lab, family: str, known: dict[str, Made]) -> list[Finding]:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import shutil
+from functools import cache
 from types import SimpleNamespace
 
 import doctor_findings
@@ -17,8 +18,11 @@ import doctor_room
 import doctor_runs
 import doctor_sizes
 import doctor_steps
+import doctor_time
 import pytest
+import quantized
 import released_sizes
+import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from doctor_findings import OK, WARNING, NoRoomError
 from doctor_next import advised
@@ -180,10 +184,28 @@ def test_checks_without_room_are_named_once_and_others_run():
     assert any(each.check == "shapes" and each.status == OK for each in found)
 
 
-def test_every_file_goes_after_its_last_use(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    lab = StubLab()
+def in_form(monkeypatch, lab, is_short):
+    """Have every check of a lab run in its shorter form, or in its whole one."""
+    short = frozenset(doctor_time.SHORT_SECONDS if is_short else ())
+    monkeypatch.setattr(lab, "planned", lambda names: doctor_time.Plan(list(names), [], short))
     monkeypatch.setattr(lab, "fresh", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # gguf
+    return lab
+
+
+class ShortOfTime(StubLab):
+    """A lab whose time for shapes is over with the first timed method."""
+
+    def step_seconds(self, *arguments, **how):
+        if self.part == "shapes":
+            self.part_end = 0.0
+        return super().step_seconds(*arguments, **how)
+
+
+@pytest.mark.parametrize("is_short", [False, True], ids=["whole", "shorter"])
+@pytest.mark.parametrize("made", [StubLab, ShortOfTime])
+def test_every_file_goes_after_its_last_use(monkeypatch, made, is_short):
+    lab = in_form(monkeypatch, made(), is_short)
     ran = []
 
     def noted(name, run):
@@ -195,32 +217,96 @@ def test_every_file_goes_after_its_last_use(monkeypatch):
 
     runs = {name: noted(name, run) for name, run in doctor_runs.RUNS.items()}
     monkeypatch.setattr(doctor_runs, "RUNS", runs)
-    full_findings(lab)
+    found = full_findings(lab)
+    assert made is StubLab or any(
+        each.check == "shapes" and "minutes are over" in each.text for each in found
+    )
     for name, dropped in ran:  # none before its last use
         assert ("flux",) not in dropped or name not in doctor_runs.OF_FLUX
-    assert {("quantized", kind) for kind in KINDS} < set(lab.dropped) and ("flux",) in lab.dropped
+    every = {("quantized", kind) for kind in KINDS}
+    of_short = {("quantized", kind) for kind in (*doctor_quantized.TELLING, "bf16")}
+    assert (of_short if is_short else every) <= set(lab.dropped) and ("flux",) in lab.dropped
     assert {("released", family) for family in doctor_steps.SHAPES} < set(lab.dropped)
     of_flux = {("released", "flux-dev", kind) for kind in doctor_flux_files.KINDS}
     assert of_flux < set(lab.dropped) and not of_flux & set(dict(ran)["shapes"])  # which runs them, too
     of_quantized = {each for each in dict(ran)["shapes"] if each[0] == "quantized"}
-    assert of_quantized == {("quantized", kind) for kind in KINDS}  # the largest files are made then
+    assert of_quantized >= (of_short if is_short else every)  # the largest files are made then
 
 
-def test_the_page_says_how_much_room_the_largest_files_take():
-    """The mid-size Flux, and two or three blocks of MiniMax-H3 in bf16, int8 and fp8, each above half of
-    bf16."""
+class OnDisk(StubLab):
+    """A lab that adds up the bytes of what lies in its folder, as on GPUs, without what is tiny or a LoRA."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+        self.known, self.files, self.most = {}, {}, 0
+
+    def cached(self, key, make):
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def hold(self, key, size):
+        self.files[key] = size
+        self.most = max(self.most, sum(self.files.values()))
+
+    def drop(self, *key):
+        super().drop(*key)
+        self.files.pop(key, None)
+
+    def flux(self):
+        self.hold(("flux",), sum(sizes_of("flux-dev", self.ranks)))
+        return super().flux()
+
+    def released(self, family):
+        if family == "flux-dev":
+            self.flux()
+        else:
+            self.hold(("released", family), sum(sizes_of(family, self.ranks)))
+        return super().released(family)
+
+    def released_quantized(self, family, kind):
+        matrices, others = sizes_of(family, self.ranks)
+        self.hold(("released", family, kind), matrices // 2 + others)
+        return super().released_quantized(family, kind)
+
+    def quantized(self, kind):
+        weights = doctor_room.weights_bytes(SIZES["cuda"].width)
+        self.hold(("quantized", kind), weights if kind == "bf16" else int(weights * 17 / 32))  # as Q8_0
+        return super().quantized(kind)
+
+
+@cache
+def sizes_of(family, ranks):
+    """Count the bytes in bf16 of a timed model's matrices in its blocks, and of its other weights."""
     import common  # of benchmarks, which doctor_lab has put on the path
 
-    size = doctor_room.model_bytes(FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux, 2)
-    largest, of_three = (
-        doctor_room.model_bytes(*released_sizes.arguments_of("minimax-h3", blocks), 2)
-        for blocks in (doctor_sizes.BLOCKS, doctor_sizes.timed_blocks(3))
+    model = FluxTransformer2DModel, common.FLUX | SIZES["cuda"].flux
+    if family != "flux-dev":
+        model = released_sizes.arguments_of(family, doctor_sizes.timed_blocks(ranks))
+    with torch.device("meta"):
+        named = list(model[0](**model[1]).named_parameters())
+    every = 2 * sum(each.numel() for _, each in named)
+    matrices = 2 * sum(
+        each.numel() for name, each in named if each.ndim == 2 and quantized.ANY_MATRIX.search(name)
     )
+    return matrices, every - matrices
+
+
+@pytest.mark.parametrize("ranks, group", [(2, 1), (3, 2)])
+def test_the_page_says_how_much_room_the_largest_files_take(monkeypatch, ranks, group):
+    """Of all files that are there at once, in both forms of every check."""
     page = (doctor_models.ROOT / "docs/performance.md").read_text()
-    room = re.search(r"Files take\s(\d+) GB of `TMPDIR` at most \((\d+) on three GPUs\)", page)
-    assert f"up to {room[1]} GB ({room[2]} on three GPUs)" in doctor_place.FILES_IN_MEMORY
-    assert room and 1 < int(room[1]) * 1e9 / (size + 2 * largest) < 1.1
-    assert 1 < int(room[2]) * 1e9 / (size + 2 * of_three) < 1.1
+    room = re.search(r"Files take\s(\d+) GB of `TMPDIR` at\s+most \((\d+) on three GPUs\)", page)
+    assert room and f"up to {room[1]} GB ({room[2]} on three GPUs)" in doctor_place.FILES_IN_MEMORY
+    most = []
+    for is_short in (False, True):
+        lab = in_form(monkeypatch, OnDisk(ranks), is_short)
+        full_findings(lab)
+        assert not lab.files
+        most.append(lab.most / 1e9)
+    whole, shorter = most
+    assert shorter <= whole and 1 < int(room[group]) / whole < 1.1
 
 
 def test_the_bf16_file_goes_where_its_timing_fails():
