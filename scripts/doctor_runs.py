@@ -74,7 +74,8 @@ def all_methods(lab: Lab) -> Found:
     turns = _in_turn(lab, configs, run)
     # of many methods one family's bf16 has to do
     in_bf16 = run if lab.ranks == 2 and not lab.is_short else run[:1]
-    lab.left_out += [f"{family} in bf16" for family in run if lab.is_short and family not in in_bf16]
+    if lab.is_short and lab.ranks == 2:
+        lab.left_out += [f"{family} in bf16" for family in run if family not in in_bf16]
     for turn in while_time(lab, turns):
         name, families = turns[turn]
         for family in families:

@@ -95,6 +95,15 @@ def test_the_rest_is_run_by_name(monkeypatch, minutes, longer):
     assert "minimax-h3 float8_e4m3fn" in told.values["left_out"]
 
 
+def test_families_in_bf16_are_left_out_where_the_whole_form_has_them():
+    """On more ranks that runs bf16 of the first family alone, too."""
+    for ranks, is_named in ((2, True), (3, False), (4, False)):
+        lab = StubLab()
+        lab.ranks = ranks
+        run(lab, "methods", is_short=True)
+        assert ("wan21-t2v in bf16" in lab.left_out) == is_named and "qwen-image" in lab.left_out
+
+
 def test_a_timed_method_is_run_five_times(monkeypatch):
     """The latent is that of a timed request of few steps."""
     lab, steps = doctor_lab.Lab("cpu", 1, 10.0), []
