@@ -24,7 +24,7 @@ from doctor_quantized import dequantized_once, quantized
 from doctor_requests import in_batch
 from doctor_speed import speed, speed_of_one
 from doctor_steps import shapes, waits
-from doctor_time import EARLIER_SECONDS, STEP_SECONDS, Plan, minutes_of, of_form, while_time
+from doctor_time import DEFAULT_MINUTES, EARLIER_SECONDS, STEP_SECONDS, Plan, minutes_of, of_form, while_time
 
 from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import SHARED_GPU
@@ -243,9 +243,11 @@ def _in_order(lab: Lab, names: list[str]) -> Found:
 
 
 def _left_out(lab: Lab, name: str) -> Finding:
-    """Say what the shorter form of a check has left out, and what runs it."""
-    enough = minutes_of([name], EARLIER_SECONDS, lab.ranks, lab.one_step)
-    longer = f" --minutes {enough}" if enough > lab.minutes else ""
+    """Say what the shorter form of a check has left out, and what runs it: --only takes every check whose
+    name begins so, and has the default minutes unless it is told others."""
+    selected = _timed(lab, [each for each in RUNS if each.startswith(name)])
+    enough = minutes_of(selected, EARLIER_SECONDS, lab.ranks, lab.one_step)
+    longer = f" --minutes {enough}" if enough > min(lab.minutes, DEFAULT_MINUTES) else ""
     text = f'in its shorter form, without {", ".join(lab.left_out)}; for these: --only "{name}"{longer}'
     return Finding(name, OK, text, {"left_out": list(lab.left_out)})
 

@@ -82,6 +82,8 @@ SHORT_STEPS = {
 STEPS_OF_THREE, SHORT_STEPS_OF_THREE = 1340, 305
 #: Of a check that is not among them.
 OTHERS = 60
+#: Those of scripts/doctor.py without --minutes.
+DEFAULT_MINUTES = 10.0
 #: Imports and quick checks, before the first check of --full.
 EARLIER_SECONDS = 20.0
 #: Of the minutes, for ranks and files to go; less of few minutes.

@@ -1,5 +1,6 @@
 """The shorter forms of checks of scripts/doctor.py --full."""
 
+import doctor
 import doctor_lab
 import doctor_runs
 import doctor_time
@@ -102,6 +103,27 @@ def test_families_in_bf16_are_left_out_where_the_whole_form_has_them():
         lab.ranks = ranks
         run(lab, "methods", is_short=True)
         assert ("wan21-t2v in bf16" in lab.left_out) == is_named and "qwen-image" in lab.left_out
+
+
+@pytest.mark.parametrize("minutes, step, longer", [(30.0, 0.6, True), (30.0, 0.05, False)])
+def test_the_rest_is_told_the_minutes_that_its_command_needs(minutes, step, longer):
+    """That has the default ones, whatever this run has."""
+    lab = StubLab(minutes=minutes)
+    lab.one_step = step
+    enough = doctor_time.minutes_of(["shapes"], doctor_time.EARLIER_SECONDS, 2, step)
+    text = doctor_runs._left_out(lab, "shapes").text
+    assert doctor.options([]).minutes == doctor_time.DEFAULT_MINUTES
+    assert (enough > doctor_time.DEFAULT_MINUTES) == longer
+    assert text.endswith(f" --minutes {enough}" if longer else '--only "shapes"')
+
+
+@pytest.mark.parametrize("check", ["speed", "overhead"])
+def test_the_rest_has_the_minutes_of_every_check_that_its_name_selects(check):
+    lab = StubLab(minutes=1.0)
+    both = [name for name in doctor_runs.RUNS if name.startswith(check)]
+    enough = doctor_time.minutes_of(both, doctor_time.EARLIER_SECONDS)
+    assert len(both) == 2 and enough > doctor_time.minutes_of([check], doctor_time.EARLIER_SECONDS)
+    assert doctor_runs._left_out(lab, check).text.endswith(f'--only "{check}" --minutes {enough}')
 
 
 def test_a_timed_method_is_run_five_times(monkeypatch):
