@@ -30,7 +30,7 @@ from tiny import golden_request, write_checkpoint
 WATCHED = (
     *("protocol/messages", "protocol/framing", "protocol/tensor_body"),
     *("config", "rank/leader", "rank/worker"),
-    *("serving/server", "serving/argument_cache", "loading/lora_keys", "loading/lora_spellings"),
+    *("serving/server", "serving/argument_cache", "loading/lora/lora_keys", "loading/lora/lora_spellings"),
     *(
         f"sampling/{name}"
         for name in (

@@ -50,7 +50,7 @@ class Joint(theirs.Ideogram4Transformer2DModel):
         text_tokens = 0
         if encoder_hidden_states is not None:
             text_tokens = encoder_hidden_states.shape[1]
-            text = self.llm_cond_proj(encoder_hidden_states)  # and its norm (patch_module)
+            text = self.llm_cond_proj(self.llm_cond_norm(encoder_hidden_states))
             text = (text if shown is None else text * shown) + of_text
             joint = join([text, joint])
         modulation = F.silu(self.adaln_proj(self.t_embedding(timestep)[:, None]))
@@ -62,12 +62,9 @@ class Joint(theirs.Ideogram4Transformer2DModel):
 
 
 def patch_module(transformer, config):
-    """Patch the transformer: less work for text, image and mask; the norm of the prompt, which is ten times
-    as wide as the model, within the layer after it, whose answer is cached. Sines of the timestep, made in
-    float32, are given in their layer's dtype."""
+    """Patch the transformer: less work for text, image and mask. Sines of the timestep, made in float32,
+    are given in their layer's dtype."""
     transformer.__class__ = Joint
-    norm = transformer.llm_cond_norm
-    transformer.llm_cond_proj.register_forward_pre_hook(lambda layer, args: (norm(*args),))
     round_input(transformer.t_embedding.mlp_in)
     for layer in transformer.layers:
         layer.attention.set_processor(WholeSequenceAttention())

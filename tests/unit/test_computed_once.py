@@ -229,18 +229,6 @@ def test_modulation_of_a_soft_mask_is_not_held_after_its_call(tmp_path):
     assert modulation_cache.COMPUTED["step"] == 0 < modulation_cache.COMPUTED["prompt"]
 
 
-def test_the_prompt_of_ideogram_is_normed_once_a_request(tmp_path):
-    """It is ten times as wide as the model."""
-    engine = Engine(ParallelConfig(), mesh.single())
-    engine.load("tiny", str(write_checkpoint(tmp_path / "ideogram.safetensors", "ideogram4")), "default")
-    calls = []
-    norm = engine.models["tiny"].transformer.llm_cond_norm
-    norm.register_forward_hook(lambda *_: calls.append(1))
-    sample = shortened(golden("ideogram4__euler_simple")[0], 2)
-    engine.sample(sample, Callbacks())
-    assert len(calls) == sum(f"{side}.c_crossattn" in sample.tensors for side in SIDES)
-
-
 @pytest.mark.parametrize("family", ["flux-dev", "sd3", "wan21-t2v"])
 def test_signatures_and_angles_are_read_and_made_once(family, tmp_path, monkeypatch):
     """Of attention's processors at most once in a process, of tables of positions once a request: diffusers

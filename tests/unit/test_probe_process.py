@@ -88,7 +88,7 @@ ENDING = """
 import sys, threading, time
 from pathlib import Path
 import os
-from backend.client import probe_process
+from backend.client.auto import probe_process
 command = [sys.executable, "-c", {code!r}, "--store", {out!r} + ".store", "--device", "cpu", "--out", {out!r}]
 run = lambda: probe_process.run(command, dict(os.environ), lambda: None)
 threading.Thread(target=run, daemon=True).start()
