@@ -97,7 +97,7 @@ def test_root_uses_a_users_folder_that_no_other_one_writes(place, monkeypatch, m
     found = os.stat_result([*folder.stat()[:4], 1234, *folder.stat()[5:10]])
     assert found.st_uid == 1234 and found.st_mode & 0o777 == mode
     monkeypatch.setattr(os, "getuid", lambda: 0)
-    monkeypatch.setattr(cache_files.Path, "stat", lambda _: found)
+    monkeypatch.setattr(cache_files.Path, "stat", lambda *_, **__: found)
     monkeypatch.setattr(cache_files, "_private", lambda folder: folder / "private")
     assert cache_files.cache_folder() == (folder if mode == 0o755 else place / "private")
 

@@ -244,7 +244,8 @@ def _unmeasured(text: str, code: int) -> UnmeasuredError:
         said = words_of_abort(text) if name == "SIGABRT" else ""
         of_links = bool(_OF_LINKS.search(said)) if said else name in LINK_SIGNALS
         return UnmeasuredError(str(replace(killed, error=said)), of_links=of_links)
-    last = next((line for line in text.splitlines() if "Error" in line), f"code {code}")[:300]
+    said = (line for line in text.splitlines() if "Error" in line and not line.startswith(" "))  # no source
+    last = next(said, f"code {code}")[:300]
     if (cause := NCCL_CAUSE.search(text)) and cause[1] not in last:
         last = f"{last} ({cause[1][:200]})"
     # NCCL's "out of memory" alone may be the host's, by a way that another one replaces
