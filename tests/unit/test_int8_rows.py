@@ -231,6 +231,7 @@ def test_without_the_quantizer_that_is_called_there_is_no_kernel(monkeypatch):
 
 
 def test_devices_without_the_kernel_take_rows_in_turns(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
     assert kernels._scaled_product("cuda") is not None and kernels._scaled_product("cpu") is None
     counted = kernels.chunk_bytes(kernels.int8, 300, 256, 256, compared=2)

@@ -33,7 +33,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def kitchen():
+def kitchen(monkeypatch):
+    """comfy-kitchen next to a torch for CPUs: one for CUDA plans for ranks that have GPUs."""
+    monkeypatch.setattr(torch.version, "cuda", None)
     return pytest.importorskip("comfy_kitchen")
 
 
