@@ -151,6 +151,7 @@ def ranks(monkeypatch):
     found = SimpleNamespace(config=RING, models={MODEL: "name"})
     found.can_become = lambda config: found.config.same_ranks(config)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)  # as of a torch for CPUs
     monkeypatch.setattr(measurements, "model_shape", lambda *_: FLUX)
     monkeypatch.setattr(
         measurements, "machine_rates", lambda *_: replace(TWO_L40, memory=(), speeds=(1.0,) * 2)

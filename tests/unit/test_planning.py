@@ -31,6 +31,7 @@ def machine(monkeypatch):
     """Four GPUs of a data sheet, whose free memory a test may change."""
     found = SimpleNamespace(free=(32 * GB,) * GPUS)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)  # as of a torch for CPUs
     monkeypatch.setattr(measurements, "model_shape", lambda *_: WAN)
 
     def rates(device: str, indices: list[int], *_):
