@@ -79,6 +79,13 @@ def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tens
         return torch.empty(shape, dtype=dtype)
 
 
+def lock_ahead(like: Tensor, copies: int):
+    """Lock pages for ``copies`` Downloads at once of tensors ``like`` this, which torch's allocator keeps for
+    them: locking may wait for the device."""
+    locked = [page_locked(like.shape, like.dtype) for _ in range(copies)]
+    del locked
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy of a CPU tensor on ``device``, for which nobody waits; on the CPU the tensor itself. Each
     copy has page-locked memory of its own, which torch's allocator gives to no other before it has left."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..loading.staging import Download
+from ..loading.staging import Download, lock_ahead
 from ..parallel import comm
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
@@ -16,6 +16,9 @@ from .model_call import OneCall, samples_of_replicas
 from .model_runner import LoadedModel, running
 from .request import Request
 from .step_loop import Callbacks, Denoiser
+
+#: Previews on the host at once: one that is sent, and the next on its way.
+PREVIEWS = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
     model.dequantized_bytes = 0  # not those of the last request, where memory runs out before
     request = prepared.request
     started = time.perf_counter()
+    if mesh.rank == 0 and mesh.device.type == "cuda":
+        lock_ahead(request.grid.to_latent(request.noise), PREVIEWS)
     with running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
         calls = denoiser.planned_calls

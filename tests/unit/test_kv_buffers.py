@@ -4,10 +4,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.parallel.attention.kv_buffers import KVBuffers
 from backend.sampling.solver_registry import Evaluation
 from backend.sampling.step_loop import _ratio
+
+
+class Launches(TorchDispatchMode):
+    """The names of operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
 
 TOKENS, WHERE = 4, ("positive", 0, 0)
 
@@ -53,6 +67,19 @@ def test_one_step_makes_no_line():
     write(buffers, 0, 1.0, slice(0, TOKENS), 0.0)
     assert write(buffers, 1, 5.0, slice(0, 1), 0.5) == [5.0, 1.0, 1.0, 1.0]
     assert write(buffers, 2, 6.0, slice(0, 1), 0.5) == [6.0, 1.0, 1.0, 1.0]
+
+
+def test_later_evaluations_launch_no_other_kernels():
+    """The first launch of one may wait for the device, where this rank receives ahead by then."""
+    launched = []
+    for evaluation in (1, 2):
+        buffers = KVBuffers(1, extrapolate=True)
+        for earlier in range(evaluation):
+            write(buffers, earlier, 1.0, slice(0, TOKENS if earlier == 0 else 1), 0.0)
+        with Launches() as kernels:
+            write(buffers, evaluation, 2.0, slice(0, 1), 0.5)
+        launched.append(kernels.names)
+    assert launched[1] <= launched[0] and "aten.mul_.Tensor" in launched[1]
 
 
 def test_the_ratio_is_of_steps_in_sigma():

@@ -1,11 +1,13 @@
 """Weights travel to a GPU through two page-locked buffers in turn, noise through memory of its own, previews
 from it into page-locked memory. No GPU: the CPU or a meta device stands for one."""
 
+import weakref
+
 import pytest
 import torch
 
 from backend.loading import staging
-from backend.loading.staging import Download, Staging, upload, upload_parameters
+from backend.loading.staging import Download, Staging, lock_ahead, upload, upload_parameters
 
 CPU = torch.device("cpu")
 
@@ -180,6 +182,23 @@ def test_a_download_is_started_and_asked_but_not_waited_for(monkeypatch):
     came = coming.arrived()
     assert came is not None and came.shape == (2, 3) and came.device.type == "cpu"
     assert log[3:] == ["query", "query"]
+
+
+def test_pages_of_several_downloads_are_locked_at_once_ahead_of_them(monkeypatch):
+    """One that is freed before the next is asked for would be the same."""
+    made, alive = [], []
+
+    def empty(shape, **how):
+        assert how == {"dtype": torch.bfloat16, "pin_memory": True}
+        page = torch.zeros(shape)
+        made.append(weakref.ref(page))
+        alive.append(sum(each() is not None for each in made))
+        return page
+
+    latent = torch.zeros(2, 3, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(torch, "empty", empty)
+    lock_ahead(latent, 2)
+    assert alive == [1, 2] and [each() for each in made] == [None, None]
 
 
 def test_a_download_of_the_cpu_is_a_copy_that_is_there():

@@ -62,10 +62,12 @@ class KVBuffers:
         before = self.previous.get(where)
         if whole:
             self.current[where] = torch.empty_like(last) if before is None else before
-        elif before is None:
-            self.current[where] = last.clone()  # one point makes no line: reuse
         else:
-            self.current[where] = before.mul_(-self.ratio).add_(last, alpha=1 + self.ratio)
+            # One point makes no line: reuse, by the kernels of later evaluations. Their first launch may wait
+            # for the device, which by then waits for messages that this rank receives ahead.
+            ratio = 0.0 if before is None else self.ratio
+            before = torch.zeros_like(last) if before is None else before
+            self.current[where] = before.mul_(-ratio).add_(last, alpha=1 + ratio)
         self.previous[where] = last
 
     @property
