@@ -39,6 +39,15 @@ def test_memory_is_named_without_nccl(text):
     assert "close what fills a GPU" in str(_unmeasured(text, 1))
 
 
+def test_lines_of_source_are_not_what_ranks_said():
+    """torchrun puts the rank before each line of its traceback, spaces after that."""
+    source = '[default1]:    raise LinkError(f"rank {rank} received other bytes than {peers[0]} sent")'
+    said = "[default1]:[rank1]: __main__.LinkError: rank 1 received other bytes than rank 0 sent"
+    error = _unmeasured(f"{source}\n{said}", 1)
+    assert error.why == "__main__.LinkError: rank 1 received other bytes than rank 0 sent" and error.of_links
+    assert not _unmeasured(f"{source}\n[default1]:ValueError: another Error", 1).of_links
+
+
 def test_the_cause_of_a_broken_link_is_told():
     error = _unmeasured(ERROR.format("Cuda failure 217 'peer access is not supported'"), 1)
     assert error.of_links and "peer access is not supported" in error.why

@@ -47,6 +47,9 @@ _OF_LINKS = re.compile(
     r"nccl|nvlink|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE
 )
 
+#: What torchrun, and torch's own traceback, put before each line of a rank.
+_OF_RANK = re.compile(r"^(\[default\d+\]:)?(\[rank\d+\]: ?)?", re.MULTILINE)
+
 #: By which NCCL's faults end ranks (NVIDIA/nccl issue 2106); names, which Windows need not have.
 LINK_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGABRT")
 
@@ -244,7 +247,8 @@ def _unmeasured(text: str, code: int) -> UnmeasuredError:
         said = words_of_abort(text) if name == "SIGABRT" else ""
         of_links = bool(_OF_LINKS.search(said)) if said else name in LINK_SIGNALS
         return UnmeasuredError(str(replace(killed, error=said)), of_links=of_links)
-    said = (line for line in text.splitlines() if "Error" in line and not line.startswith(" "))  # no source
+    lines = _OF_RANK.sub("", text).splitlines()
+    said = (line for line in lines if "Error" in line and not line.startswith(" "))  # no source
     last = next(said, f"code {code}")[:300]
     if (cause := NCCL_CAUSE.search(text)) and cause[1] not in last:
         last = f"{last} ({cause[1][:200]})"
