@@ -26,6 +26,9 @@ CANCEL_SILENT_SECONDS = 3.0
 #: for a peer, the host goes on until CUDA's queue of kernels is full, and then waits in a launch, which holds
 #: the GIL where inductor or comfy-kitchen launches.
 GPU_PATIENCE, MAX_SECONDS = 12.0, 120.0
+#: And so many times as long again in steps that compile, up to step_timer.COMPILED_SECONDS: what has compiled
+#: waits so for peers that still do, in a load of kernels too.
+COMPILING = 10.0
 #: State in /proc/PID/stat -> what it means.
 STATES = {
     "T": "its process is stopped, as by SIGSTOP or a debugger",
@@ -85,7 +88,8 @@ class SilenceWatch:
         sentences = []
         for beat, looks in list(self._seen.values()):
             state = process_state(beat.pid)
-            if looks * LOOK_SECONDS >= self._patience(seconds, state) and state not in ("Z", "X", ""):
+            patience = self._patience(seconds, state, beat.compiles)
+            if looks * LOOK_SECONDS >= patience and state not in ("Z", "X", ""):
                 known = STATES.get(state, RUNS)
                 sentences.append(
                     f"rank {beat.rank} has been silent for {looks * LOOK_SECONDS:.0f} s ({known})"
@@ -103,11 +107,12 @@ class SilenceWatch:
             steps.setdefault(last[rank].step + 2 if ended else 1, []).append(rank)
         return " and ".join(f"{ranks_text(each)} in step {step}" for step, each in steps.items())
 
-    def _patience(self, seconds: float, state: str) -> float:
+    def _patience(self, seconds: float, state: str, compiles: bool) -> float:
         """Return for how long a rank in this state may be silent where the limit is ``seconds``."""
         if not self.on_gpus or state in STOPPED:
             return seconds
-        return max(seconds, min(GPU_PATIENCE * seconds, MAX_SECONDS))
+        patience = min(GPU_PATIENCE * seconds, MAX_SECONDS)
+        return max(seconds, patience * COMPILING if compiles else patience)
 
 
 def process_state(pid: int) -> str:

@@ -28,12 +28,14 @@ OF_RANK = SLOT.size + StepRing.SIZE
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank has written last. ``longest``: most seconds between two of its beats so far."""
+    """What one rank has written last. ``longest``: most seconds between two of its beats so far.
+    ``compiles``: as in StepRing.say_compiles."""
 
     pid: int
     rank: int
     count: int
     longest: float
+    compiles: bool = False
 
 
 def _memory_file() -> int | None:
@@ -92,13 +94,20 @@ class Heartbeats:
         """Return the beats of every rank that has begun; none after ``close``."""
         if self._memory.closed:
             return []
-        beats = SLOT.iter_unpack(self._memory[: SLOT.size * self.ranks])
-        return [Beat(pid, rank, count, longest / 1000) for pid, rank, count, longest in beats if pid]
+        slots = SLOT.iter_unpack(self._memory[: SLOT.size * self.ranks])
+        return [
+            Beat(pid, rank, count, longest / 1000, StepRing.says_compiles(self._memory, self._begin(place)))
+            for place, (pid, rank, count, longest) in enumerate(slots)
+            if pid
+        ]
 
     def ring(self, place: int) -> StepRing:
         """Return the last steps of slot ``place``, for its rank to write, as long as it lives."""
-        begin = SLOT.size * self.ranks + StepRing.SIZE * place
+        begin = self._begin(place)
         return StepRing(memoryview(self._memory)[begin : begin + StepRing.SIZE])
+
+    def _begin(self, place: int) -> int:
+        return SLOT.size * self.ranks + StepRing.SIZE * place
 
     def step_times(self, rank: int) -> list[StepTime]:
         """Return the last steps of a rank of the whole backend; none where it has not begun, or not here."""

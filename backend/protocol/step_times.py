@@ -2,6 +2,7 @@
 allocator has: a ring of records for each rank, in the memory of its heartbeats. The rank waits for nobody,
 and rank 0 reads those of all ranks while they work. Standard library only."""
 
+import mmap
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from typing import NamedTuple
 COUNT = struct.Struct("=Q")
 #: Bytes of the device that the rank's allocator has.
 DEVICE_BYTES = struct.Struct("=Q")
+#: Whether the step under way may compile.
+COMPILES = struct.Struct("=?7x")
 #: A StepTime.
 RECORD = struct.Struct("=2Q3dQ")
 #: How many of a rank's latest records stay.
@@ -32,7 +35,7 @@ class StepTime(NamedTuple):
 class StepRing:
     """The last steps of one rank in ``memory``, SIZE bytes of zeros at first; written by that rank alone."""
 
-    HEADER = COUNT.size + DEVICE_BYTES.size
+    HEADER = COUNT.size + DEVICE_BYTES.size + COMPILES.size
     SIZE = HEADER + RECORDS * RECORD.size
 
     def __init__(self, memory: memoryview):
@@ -46,6 +49,15 @@ class StepRing:
     @device_bytes.setter
     def device_bytes(self, size: int):
         DEVICE_BYTES.pack_into(self._memory, COUNT.size, size)
+
+    def say_compiles(self, value: bool):
+        """Say whether the step under way may compile, or wait for ranks that do."""
+        COMPILES.pack_into(self._memory, COUNT.size + DEVICE_BYTES.size, value)
+
+    @staticmethod
+    def says_compiles(memory: mmap.mmap, begin: int) -> bool:
+        """Return what ``say_compiles`` has said in the ring that begins there, by no view that lasts."""
+        return COMPILES.unpack_from(memory, begin + COUNT.size + DEVICE_BYTES.size)[0]
 
     def append(self, time: StepTime):
         """Write a record over the oldest one, then count it."""

@@ -94,6 +94,7 @@ class Worker:
         prepare = partial(self.engine.prepare_sample, message, planned.inputs if planned else None)
         prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
+        self.clock.compiling = (0, message.warmup_steps) if message.compile == "blocks" else ()
         timed = replace(callbacks, on_begin=self.clock.begin)
         ended: Exception | None = None
         result: Any = None
@@ -120,6 +121,7 @@ class Worker:
         prepare = partial(self.engine.prepare_call, message, planned.inputs if planned else None)
         # what is not looked at again may find no memory: others have used the device since
         prepared = self._guarded(partial(self._admitted, message, prepare, planned))
+        self.clock.compiling = (0,) if message.compile == "blocks" else ()
         self.clock.begin(0)
         try:
             return self._guarded(partial(self.engine.forward, message, prepared))

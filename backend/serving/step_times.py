@@ -1,6 +1,7 @@
 """Writes down what each step of this rank took, by the host's clock: nothing is asked of its device."""
 
 import time
+from collections.abc import Collection
 
 from ..parallel import comm
 from ..protocol.heartbeats import Heartbeats
@@ -16,6 +17,8 @@ class StepClock:
         self._request = 0
         self._step: int | None = None
         self._before = (0.0, 0.0, 0)
+        #: Steps of the request under way in which ranks may compile.
+        self.compiling: Collection[int] = ()
 
     def new_request(self):
         """Count the steps to come as those of another request."""
@@ -32,6 +35,7 @@ class StepClock:
             self._ring.append(StepTime(self._request, self._step, *spent))
         self._step = step
         self._before = now
+        self._ring.say_compiles(step in self.compiling)
 
     def note_memory(self, size: int):
         """Say that this rank's allocator has ``size`` bytes of its device."""

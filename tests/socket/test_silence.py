@@ -15,6 +15,7 @@ from backend.client import silence
 from backend.client.launching import launcher
 from backend.client.launching.launcher import BackendProcess
 from backend.client.silence import LOOK_SECONDS, SilenceWatch, silent_seconds
+from backend.client.step_timer import COMPILED_SECONDS
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol.heartbeats import BEAT_SECONDS, Beat, Heartbeats
 from backend.runtime.parent_pipe import signals_the_end_alone
@@ -167,23 +168,27 @@ def test_ranks_are_killed_by_kernels_that_signal_the_end_of_a_pipe_alone(release
 
 
 @pytest.mark.parametrize(
-    "on_gpus, state, limit, patience",
+    "on_gpus, state, compiles, limit, patience",
     [
-        (False, "R", 10.0, 10.0),
-        (True, "R", 10.0, 120.0),
-        (True, "R", 3.0, 36.0),
-        (True, "R", 60.0, 120.0),
-        (True, "R", 3600.0, 3600.0),
-        (True, "T", 10.0, 10.0),
+        (False, "R", False, 10.0, 10.0),
+        (True, "R", False, 10.0, 120.0),
+        (True, "R", False, 3.0, 36.0),
+        (True, "R", False, 60.0, 120.0),
+        (True, "R", False, 3600.0, 3600.0),
+        (True, "R", True, 10.0, COMPILED_SECONDS),
+        (True, "R", True, 3.0, 360.0),
+        (False, "R", True, 10.0, 10.0),
+        (True, "T", True, 10.0, 10.0),
     ],
 )
-def test_a_launch_that_waits_for_a_gpu_is_no_hang(monkeypatch, on_gpus, state, limit, patience):
-    """It may hold the GIL for as long as the GPU waits for a peer; a stopped process waits for nothing."""
+def test_a_launch_that_waits_for_a_gpu_is_no_hang(monkeypatch, on_gpus, state, compiles, limit, patience):
+    """It may hold the GIL for as long as the GPU waits for a peer, which may compile; a stopped process waits
+    for nothing."""
     monkeypatch.setattr(silence, "process_state", lambda pid: state)
     watch = silence.SilenceWatch(SimpleNamespace(read=list), print, on_gpus)
     watch.stop()
     for seconds, found in ((patience - 1, ""), (patience, "rank 0 has been silent")):
-        watch._seen[0] = (Beat(1, 0, 1, 0.0), int(seconds / silence.LOOK_SECONDS))
+        watch._seen[0] = (Beat(1, 0, 1, 0.0, compiles), int(seconds / silence.LOOK_SECONDS))
         assert watch.silent(limit).startswith(found) and bool(watch.silent(limit)) == bool(found)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_memory import FakeMemory
 
-from backend.protocol import Cancelled, Sample
+from backend.protocol import Cancelled, ModelCall, Sample
 from backend.rank.leader import Leader
 from backend.sampling import step_loop
 from backend.sampling.solver_registry import Evaluation
@@ -45,6 +45,19 @@ def test_a_client_hears_of_its_cancel_before_memory_goes_back(leader):
     message = Sample("m", "euler", 1.0, 7, shared_ranks=[0], tensors={"sigmas": torch.ones(3)})
     leader.sample(job, message, None)
     assert order == [7, Cancelled(2), "released"]
+
+
+@pytest.mark.parametrize("compile, steps", [("blocks", (0, 3)), ("off", ())])
+def test_a_rank_says_in_which_steps_of_a_request_it_compiles(leader, compile, steps):
+    """The first, and the first of PipeFusion's patches."""
+    message = Sample("m", "euler", 1.0, 7, warmup_steps=3, compile=compile)
+    with pytest.raises(RequestCancelled):
+        leader.run_sample(message, Callbacks())
+    assert leader.clock.compiling == steps
+    leader.engine = SimpleNamespace(prepare_call=print, forward=lambda *_: None)
+    leader._guarded = lambda act: act()
+    leader.run_call(ModelCall("m", compile=compile, tensors={}))
+    assert leader.clock.compiling == steps[:1]
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

@@ -67,6 +67,22 @@ def test_a_step_is_what_lies_between_two_begins(ring, monkeypatch):
     assert list(ring.read()) == [StepTime(1, 0, 100.0, 2.0, 1.0, 30), StepTime(1, 1, 102.0, 3.0, 0.5, 40)]
 
 
+def test_a_rank_says_in_which_steps_it_may_compile(tmp_path):
+    """The last begin ends the last step."""
+    beats = Heartbeats.make(1, tmp_path)
+    beats.start(0, 3)
+    while not beats.read():
+        time.sleep(0.01)
+    clock = StepClock(beats.ring(0))
+    clock.compiling = (0, 2)
+    found = []
+    for step in (0, 1, 2, 3, None):
+        clock.begin(step)
+        found.append(beats.read()[0].compiles)
+    assert found == [True, False, True, False, False]
+    assert len(beats.step_times(3)) == 4
+
+
 def test_without_a_reader_nothing_is_written():
     StepClock(None).begin(0)
     StepClock(None).note_memory(1)
