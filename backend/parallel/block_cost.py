@@ -40,7 +40,13 @@ def block_costs(
     costs = []
     for list_name in family.blocks.lists:
         for block in block_list(transformer, list_name):
-            macs = _linear(block, list_name, family, config, image, text, latents)
+            macs = 0
+            tokens = layer_tokens(block, list_name, family)
+            for name, module in block.named_modules():
+                weight = getattr(module, "weight", None)
+                if weight is not None and weight.ndim > 1:
+                    of_token = round(weight.numel() * family.blocks.flop_share(name, config))
+                    macs += of_token * tokens[name].count(image, text, latents)
             for call in attention_calls(block, list_name, family, config):
                 macs += 2 * call.width * call.pairs(image, text, latents, head_size)
             costs.append(macs)
@@ -143,17 +149,6 @@ def layer_tokens(block: nn.Module, list_name: str, family) -> dict[str, LayerTok
                 image=True, text=not apart, latent=latent, is_control=is_control, divided=divided
             )
     return of_layer
-
-
-def _linear(block, list_name, family, config, image, text, latents) -> int:
-    tokens = layer_tokens(block, list_name, family)
-    macs = 0
-    for name, module in block.named_modules():
-        weight = getattr(module, "weight", None)
-        if weight is not None and weight.ndim > 1:
-            of_token = round(weight.numel() * family.blocks.flop_share(name, config))
-            macs += of_token * tokens[name].count(image, text, latents)
-    return macs
 
 
 def is_attention(module: nn.Module) -> bool:

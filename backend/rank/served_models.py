@@ -23,10 +23,6 @@ class ServedFile(NamedTuple):
 class NamedModels(WeakKeyDictionary[Connection, set[str]]):
     """Client -> the models that it has loaded. What clients had that have gone counts for nobody."""
 
-    def of_connected(self) -> set[str]:
-        """Return the models of all clients that are still connected."""
-        return set().union(*(keys for client, keys in self.items() if not client.gone))
-
     def take_off(self, message: Unload, by: Connection) -> Unload:
         """Take a model that a client frees off its list; return the Unload for the ranks: it parks at most
         where another connected client has loaded the model, and yields none that such a client has."""
@@ -37,11 +33,6 @@ class NamedModels(WeakKeyDictionary[Connection, set[str]]):
         yields = [key for key in message.yields if isinstance(key, str) and key not in needed]
         message = replace(message, yields=yields)
         return replace(message, park=True, keeps=True) if message.model in needed else message
-
-    def forget_all_but(self, models: set[str]):
-        """Forget models that are no longer loaded."""
-        for keys in self.values():
-            keys &= models
 
 
 class ServedModels(Worker):
@@ -58,7 +49,8 @@ class ServedModels(Worker):
         """Forget unloaded models as every rank does, and their files and users."""
         super().forget_unloaded()
         self.files = {key: it for key, it in self.files.items() if key in self.engine.models}
-        self.named.forget_all_but(set(self.engine.models))
+        for keys in self.named.values():
+            keys &= self.engine.models.keys()
 
     def free_parked(self):
         """Unload what no connected client has loaded and no device holds: it would stay in host memory for as
@@ -79,7 +71,7 @@ class ServedModels(Worker):
         return not set(range(self.mesh.world_size)) <= model.parked_on
 
     def _abandoned(self, on_devices: bool) -> list[str]:
-        named = self.named.of_connected()
+        named = set().union(*(keys for client, keys in self.named.items() if not client.gone))
         found = [key for key in self.files if key not in named]
         return [key for key in found if self.is_on_devices(self.engine.models[key]) is on_devices]
 

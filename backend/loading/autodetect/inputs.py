@@ -63,13 +63,15 @@ class Inputs:
         values["guidance"] = cond["guidance"].reshape(-1).expand(batch) if self.guided else None
         values |= zip(("num_frames", "height", "width"), grid.counts)
         if "encoder_attention_mask" in self.names and "attention_mask" not in cond:
-            values["encoder_attention_mask"] = _ones(cond["c_crossattn"])
+            text = cond["c_crossattn"]
+            values["encoder_attention_mask"] = text.new_ones(text.shape[:2], dtype=torch.long)
         if "img_ids" in self.names:
             values["img_ids"] = _positions(grid, cond["c_crossattn"], self.image_last)
         if "txt_ids" in self.names:
             values["txt_ids"] = _text_positions(cond["c_crossattn"], self.numbers_text)
         if {"original_size", "target_size", "crop_coords"} & set(self.names):
-            size = _pixels(grid, latent)
+            pixels = [side * PIXELS for side in grid.extent[1:]]
+            size = latent.new_tensor([pixels]).expand(batch, 2)
             values |= {"original_size": size, "target_size": size, "crop_coords": latent.new_zeros(batch, 2)}
         return {name: values[name] for name in self.names}
 
@@ -87,14 +89,6 @@ def cannot_run(cls: type, why: str) -> UnsupportedError:
         f"the transformer class {cls.__name__} has no family file, and cannot run without one: {why}. "
         f"docs/adding_a_model.md says how to add a family."
     )
-
-
-def _ones(text):
-    return text.new_ones(text.shape[:2], dtype=torch.long)
-
-
-def _pixels(grid, latent):
-    return latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(latent.shape[0], 2)
 
 
 def _positions(grid, text, image_last):

@@ -30,17 +30,9 @@ def euler_ancestral(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
-def euler_cfg_pp(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by CFG++ (arXiv 2406.08070): guided data, renoised as the negative prompt predicts."""
-    return _cfg_pp(x, problem)
-
-
-def euler_ancestral_cfg_pp(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by CFG++ with part of that noise fresh, as ancestral steps have it (ComfyUI)."""
-    return _cfg_pp(x, problem, problem.draws())
-
-
-def _cfg_pp(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = None) -> Steps:
+def euler_cfg_pp(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = None) -> Steps:
+    """Integrate by CFG++ (arXiv 2406.08070): guided data, renoised as the negative prompt predicts; with
+    ``fresh`` noise as ancestral steps have it."""
     for i, sigma, sigma_next in problem.steps:
         denoised, negative = yield x, sigma, i
         if sigma_next == 0:
@@ -58,6 +50,11 @@ def _cfg_pp(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = No
     return x
 
 
+def euler_ancestral_cfg_pp(x: Tensor, problem: Problem) -> Steps:
+    """Integrate by CFG++ with part of the noise fresh (ComfyUI)."""
+    return euler_cfg_pp(x, problem, problem.draws())
+
+
 def heun(x: Tensor, problem: Problem) -> Steps:
     """Integrate by Heun steps (Karras et al. 2022, algorithm 2 without churn); Euler into sigma 0."""
     for i, sigma, sigma_next in problem.steps:
@@ -72,17 +69,9 @@ def heun(x: Tensor, problem: Problem) -> Steps:
     return x
 
 
-def dpm_2(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by DPM-Solver-2 (arXiv 2206.00927, k-diffusion): the slope at the logarithmic midpoint."""
-    return _dpm_2(x, problem)
-
-
-def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
-    """Integrate by DPM-Solver-2 with fresh noise (k-diffusion); flow models in the rectified-flow form."""
-    return _dpm_2(x, problem, problem.draws())
-
-
-def _dpm_2(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = None) -> Steps:
+def dpm_2(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = None) -> Steps:
+    """Integrate by DPM-Solver-2 (arXiv 2206.00927, k-diffusion): the slope at the logarithmic midpoint; with
+    ``fresh`` noise flow models in the rectified-flow form."""
     for i, sigma, sigma_next in problem.steps:
         denoised = yield x, sigma, i
         down = sigma_next
@@ -98,6 +87,11 @@ def _dpm_2(x: Tensor, problem: Problem, fresh: Callable[[], Tensor] | None = Non
         if fresh:
             x = keep * x + level * fresh()
     return x
+
+
+def dpm_2_ancestral(x: Tensor, problem: Problem) -> Steps:
+    """Integrate by DPM-Solver-2 with fresh noise (k-diffusion)."""
+    return dpm_2(x, problem, problem.draws())
 
 
 def lcm(x: Tensor, problem: Problem) -> Steps:
