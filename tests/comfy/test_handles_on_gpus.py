@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 with comfy_modules():
     import comfy.model_management as management
-    from parallel_dit.backend.client import planning
+    from parallel_dit.backend.client.auto import planning
     from parallel_dit.backend.client.auto.plan_history import LastPlan, PlanHistory
     from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.planner.auto_config import AutoConfig

@@ -9,7 +9,7 @@ from comfy_modules import comfy_modules
 from published import FLUX
 
 with comfy_modules():
-    from parallel_dit.backend.client import measurements
+    from parallel_dit.backend.client.auto import measurements
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.planner.machine import Machine, RequestEstimate

@@ -15,7 +15,8 @@ with comfy_modules():
     import comfy.model_management as management
     import comfy.model_patcher
     from comfy_execution.utils import CurrentNodeContext
-    from parallel_dit.backend.client import measurements, planning, pool
+    from parallel_dit.backend.client import pool
+    from parallel_dit.backend.client.auto import measurements, planning
     from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.client.room import Room
     from parallel_dit.backend.config import ParallelConfig

@@ -8,7 +8,8 @@ from comfy_modules import comfy_modules
 from published import FLUX, L40
 
 with comfy_modules():
-    from parallel_dit.backend.client import measurements, planning, pool
+    from parallel_dit.backend.client import pool
+    from parallel_dit.backend.client.auto import measurements, planning
     from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.client.auto.plan_history import PlanHistory
     from parallel_dit.backend.config import ParallelConfig
