@@ -165,7 +165,7 @@ def _load(config: ParallelConfig | AutoConfig, choice: ModelChoice, graph: dict,
         def run(plan: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
             return handle.load(plan, *choice, auto=config, others=further, lines=lines + note)
 
-        return run_planned(auto, choice, request, further, run)
+        return run_planned(planning.Asked(auto, choice, request, further), run)
 
     return planning.or_leanest(config, partial(request_of_graph, graph, key), planned)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..client import pool
 from ..client.auto.model_choice import ModelChoice
 from ..client.auto.open_patches import with_patches
-from ..client.auto.planning import plan_for
+from ..client.auto.planning import Asked, plan_for
 from ..client.auto.preflight import check_headers
 from ..config import PER_REQUEST, ConfigError, ParallelConfig
 from ..protocol import Progress, RefusedError
@@ -110,7 +110,7 @@ def planned(config: Plan, request: SampleRequest) -> ParallelConfig:
     if isinstance(config, ParallelConfig):
         plan, lines = with_patches(config, request.choice, estimate)
     else:
-        plan, lines = plan_for(config, request.choice, estimate, show=_line)
+        plan, lines = plan_for(Asked(config, request.choice, estimate), show=_line)
     if lines:
         _line("")
     for line in lines:

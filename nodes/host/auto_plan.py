@@ -14,7 +14,7 @@ from ...backend.client import pool
 from ...backend.client.auto import measurements, planning
 from ...backend.client.auto.model_choice import ModelChoice
 from ...backend.client.auto.open_patches import with_patches
-from ...backend.client.auto.planning import EstimateOf
+from ...backend.client.auto.planning import Asked, EstimateOf
 from ...backend.config import ConfigError, ParallelConfig
 from ...backend.parallel.stage_split import TEXT_TOKENS
 from ...backend.planner import patches
@@ -40,34 +40,26 @@ _under_way: list[ParallelDiT] = []
 Ran = TypeVar("Ran")
 
 
-def plan_under_node(
-    auto: AutoConfig, model: ModelChoice, request: EstimateOf, others: tuple[ModelChoice, ...] = ()
-) -> tuple[ParallelConfig, tuple[str, ...]]:
+def plan_under_node(asked: Asked) -> tuple[ParallelConfig, tuple[str, ...]]:
     """Choose ranks as planning.plan_for does; show what it waits for under the node, and take Cancel."""
-    _make_room(auto)
+    _make_room(asked.auto)
     with NodeStatus() as status:
         check = partial(status.check, "cancelling")
-        config, lines = planning.plan_for(auto, model, request, others, check, status.show)
+        config, lines = planning.plan_for(asked, check, status.show)
     for line in lines:
         logging.info("parallel-dit: %s", line)
     return config, lines
 
 
-def run_planned(
-    auto: AutoConfig,
-    model: ModelChoice,
-    request: EstimateOf,
-    others: tuple[ModelChoice, ...],
-    run: Callable[[ParallelConfig, tuple[str, ...]], Ran],
-) -> Ran:
+def run_planned(asked: Asked, run: Callable[[ParallelConfig, tuple[str, ...]], Ran]) -> Ran:
     """Return ``run`` with the plan that ``plan_under_node`` chooses and its lines. Where ranks run out of
     memory, it runs again with a plan that is to need less. Errors are those of both."""
     failure: Exception | None = None
     for _ in range(ATTEMPTS):
         try:
-            plan, lines = plan_under_node(auto, model, request, others)
+            plan, lines = plan_under_node(asked)
         except ConfigError:  # nothing needs less
-            forgot = planning.spare_no_more(auto, model)
+            forgot = planning.spare_no_more(asked.auto, asked.model)
             if failure is not None:
                 break
             if not forgot:
@@ -76,9 +68,7 @@ def run_planned(
         try:
             return run(plan, lines)
         except (BackendError, RefusedError) as error:
-            if not (
-                planning.is_memory_shortage(error) and planning.spare_more(auto, model, request, others, plan)
-            ):
+            if not (planning.is_memory_shortage(error) and planning.spare_more(asked, plan)):
                 raise
             failure = error
             logging.warning("parallel-dit: %s\nparallel-dit: auto tries a plan that needs less", error)
@@ -92,7 +82,7 @@ def question_for_page(
     """Return what the planner is asked for a model, as planning.question_of does. For the page: no node runs,
     and Cancel belongs to a graph; what ``check`` raises ends it."""
     _make_room(auto, check)
-    return planning.question_of(auto, model, request, (), check)
+    return planning.question_of(Asked(auto, model, request), check)
 
 
 def _make_room(auto: AutoConfig, check: Callable[[], None] = nothing):
@@ -153,7 +143,7 @@ def sample_planned(
             lines = (lines[0] + REPLANNED, *lines[1:])
         return sample(with_plan(dit, config, lines))
 
-    return run_planned(dit.auto, dit.choice, request, dit.others, run)
+    return run_planned(Asked(dit.auto, dit.choice, request, dit.others), run)
 
 
 @contextmanager
@@ -168,16 +158,17 @@ def one_plan(dit: ParallelDiT, guider, shape: torch.Size, steps: int) -> Iterato
     prompts = 2 if _goes_together(guider) else 1
     size = _size_of_calls(shape, guider)
     request = _request_of(dit, size, references, text, steps, prompts, drained=True)
-    if dit.auto is None or _under_way:
+    asked = None if dit.auto is None else Asked(dit.auto, dit.choice, request, dit.others)
+    if asked is None or _under_way:
         planned = as_running(dit)
     else:
-        planned = run_planned(dit.auto, dit.choice, request, dit.others, partial(with_plan, dit))
+        planned = run_planned(asked, partial(with_plan, dit))
     _under_way.append(planned)
     try:
         yield planned
     except (BackendError, RefusedError) as error:
-        if dit.auto is not None and planning.is_memory_shortage(error):
-            planning.spare_more(dit.auto, dit.choice, request, dit.others, planned.config)
+        if asked is not None and planning.is_memory_shortage(error):
+            planning.spare_more(asked, planned.config)
         raise
     finally:
         _under_way.pop()

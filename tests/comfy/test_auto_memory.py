@@ -10,6 +10,7 @@ from golden_graphs import error_of, graph, ranks_of
 
 with comfy_modules():
     from parallel_dit.backend.client.auto.model_choice import ModelChoice
+    from parallel_dit.backend.client.auto.planning import Asked
     from parallel_dit.backend.config import ConfigError, ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
     from parallel_dit.backend.planner.choose import MEMORY
@@ -30,7 +31,7 @@ class Planning:
     def __init__(self, plans: list):
         self.plans, self.spared = plans, 0
 
-    def plan_for(self, auto, model, request, others, check, show):
+    def plan_for(self, asked, check, show):
         if self.spared >= len(self.plans):
             raise ConfigError("does not fit")
         return self.plans[self.spared], ()
@@ -38,9 +39,9 @@ class Planning:
     def is_memory_shortage(self, error) -> bool:
         return "ran out of memory" in str(error)
 
-    def spare_more(self, auto, model, request, others, plan) -> bool:
+    def spare_more(self, asked, plan) -> bool:
         self.spared += 1
-        return auto.gpus != "1"
+        return asked.auto.gpus != "1"
 
     def spare_no_more(self, auto, model) -> bool:
         had, self.spared = self.spared, 0
@@ -67,7 +68,7 @@ def run(monkeypatch):
             return outcome
 
         try:
-            found = auto_plan.run_planned(auto, MODEL, lambda shape: None, (), once)
+            found = auto_plan.run_planned(Asked(auto, MODEL, lambda shape: None), once)
         except (BackendError, RefusedError, ConfigError) as error:
             found = error
         return ran, found, planning.spared
@@ -135,8 +136,8 @@ def test_a_rank_that_runs_out_is_named_and_the_next_run_is_whole(comfy):
 def test_a_load_whose_estimate_does_not_fit_takes_the_leanest_plan(monkeypatch):
     """And its samplers plan again by the method that was asked for."""
 
-    def run_planned(auto, model, request, others, run):
-        if auto.method != MEMORY:
+    def run_planned(asked, run):
+        if asked.auto.method != MEMORY:
             raise ConfigError("does not fit")
         return run(PLANS[0], ("why",))
 

@@ -31,15 +31,15 @@ class Plans:
     def __init__(self):
         self.asked, self.spared = [], []
 
-    def plan_for(self, auto, model, request, others, check, show):
-        self.asked.append(request(FLUX))
+    def plan_for(self, asked, check, show):
+        self.asked.append(asked.request(FLUX))
         return (ONE if self.asked[-1].batch == 1 else MORE), ("why",)
 
     def is_memory_shortage(self, error) -> bool:
         return "ran out of memory" in str(error)
 
-    def spare_more(self, auto, model, request, others, plan) -> bool:
-        self.spared.append((request(FLUX), plan))
+    def spare_more(self, asked, plan) -> bool:
+        self.spared.append((asked.request(FLUX), plan))
         return False
 
 

@@ -297,10 +297,10 @@ def test_what_measures_gpus_has_room(monkeypatch, launched, measured, device, gp
     monkeypatch.setattr(auto_plan.comfy.model_management, "get_torch_device", lambda: own)
     shared = []
     monkeypatch.setattr(auto_plan.planning, "note_shared", shared.append)
-    for name, asks in (("plan_under_node", "plan_for"), ("question_for_page", "question_of")):
-        monkeypatch.setattr(auto_plan.planning, asks, lambda *_: (None, ()))
-        auto = AutoConfig(base=ParallelConfig(device=device), gpus="2" * (device == "cpu"))
-        check = () if name == "plan_under_node" else (lambda: None,)
-        getattr(auto_plan, name)(auto, None, None, *check)
+    monkeypatch.setattr(auto_plan.planning, "plan_for", lambda *_: (None, ()))
+    monkeypatch.setattr(auto_plan.planning, "question_of", lambda *_: (None, ()))
+    auto = AutoConfig(base=ParallelConfig(device=device), gpus="2" * (device == "cpu"))
+    auto_plan.plan_under_node(planning.Asked(auto, None, None))
+    auto_plan.question_for_page(auto, None, None, lambda: None)
     assert found == 2 * asked and ended == [0, 0] * (launched and bool(asked))
     assert shared == [1, 1] * (device == "cuda")

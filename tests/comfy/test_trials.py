@@ -40,8 +40,8 @@ def test_the_best_trial_leaves_all_gpus_open(alike, ranks):
     """gpus "1", GPU number 1 to degrees of 1, is how many to auto: only one was tried again, and it was
     ComfyUI's own."""
     auto = AutoConfig()
-    asked = (auto, ModelChoice("a"), lambda shape: RequestEstimate(4096, 512, 20, 2))
-    question, devices = planning.question_of(*asked)
+    asked = planning.Asked(auto, ModelChoice("a"), lambda shape: RequestEstimate(4096, 512, 20, 2))
+    question, devices = planning.question_of(asked)
     plan = ParallelConfig(ulysses_degree=ranks)
     inputs = benchmark_prompts.inputs_of(auto, plan, question, devices)
     best = config_of(GPUS, **inputs)

@@ -165,7 +165,7 @@ def ranks(monkeypatch):
 
 
 def plan_for(request: RequestEstimate, auto: AutoConfig = ALL, model=MODEL, others=()) -> ParallelConfig:
-    return planning.plan_for(auto, model, lambda shape: request, others)[0]
+    return planning.plan_for(planning.Asked(auto, model, lambda shape: request, others))[0]
 
 
 def test_weights_stay_until_moving_has_paid(ranks):

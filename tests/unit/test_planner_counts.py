@@ -292,7 +292,9 @@ def test_one_visible_card_is_said_to_be_one_of_several(monkeypatch, visible, say
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)  # as of a torch for CPUs
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    _, lines = planning.plan_for(AutoConfig(), ModelChoice("m"), lambda shape: RequestEstimate())
+    _, lines = planning.plan_for(
+        planning.Asked(AutoConfig(), ModelChoice("m"), lambda shape: RequestEstimate())
+    )
     assert lines == () if not says else says in lines[0]
 
 

@@ -64,15 +64,15 @@ def request(shape) -> RequestEstimate:
 
 
 def plan_for(auto: AutoConfig = ALL, others: tuple = ()) -> tuple[ParallelConfig, tuple[str, ...]]:
-    return planning.plan_for(auto, MODEL, request, others)
+    return planning.plan_for(planning.Asked(auto, MODEL, request, others))
 
 
 def spare_more(plan: ParallelConfig, auto: AutoConfig = ALL, others: tuple = ()) -> bool:
-    return planning.spare_more(auto, MODEL, request, others, plan)
+    return planning.spare_more(planning.Asked(auto, MODEL, request, others), plan)
 
 
 def bytes_of(plan: ParallelConfig) -> int:
-    return planning.question_of(AutoConfig(), MODEL, request)[0].option(plan).bytes
+    return planning.question_of(planning.Asked(AutoConfig(), MODEL, request))[0].option(plan).bytes
 
 
 def test_each_next_plan_needs_less_until_none_does(machine):
@@ -97,7 +97,7 @@ def test_what_was_spared_is_forgotten(machine):
 def test_a_shortage_counts_for_its_model_and_gpus(machine):
     first, _ = plan_for()
     spare_more(first)
-    assert planning.plan_for(AutoConfig(), ModelChoice("other"), request)[0] == first
+    assert planning.plan_for(planning.Asked(AutoConfig(), ModelChoice("other"), request))[0] == first
     two = AutoConfig(gpus="0,1")
     assert not any("ran out" in line for line in plan_for(two)[1])
 
@@ -160,7 +160,7 @@ def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine, reference
 
     def run(auto: AutoConfig, request) -> ParallelConfig:
         asked.append((auto.method, request(WAN)))
-        return planning.plan_for(auto, MODEL, request)[0]
+        return planning.plan_for(planning.Asked(auto, MODEL, request))[0]
 
     machine.free = (12 * GB,) * GPUS
     with pytest.raises(ConfigError, match="2000000 tokens does not fit"):
@@ -168,14 +168,16 @@ def test_an_estimate_that_does_not_fit_takes_the_leanest_plan(machine, reference
     plan = planning.or_leanest(ALL, large, run)
     small = RequestEstimate(256, 512, 20, 2)
     assert asked[1:] == [("auto", large(WAN)), ("least memory", small)]
-    question = planning.question_of(ALL, MODEL, lambda shape: small)[0]
+    question = planning.question_of(planning.Asked(ALL, MODEL, lambda shape: small))[0]
     assert question.option(plan).bytes <= 1.02 * min(each.bytes for each in question.options())
 
 
 def test_a_model_that_fits_no_latent_is_refused_with_the_estimate(machine):
     machine.free = (4 * GB,) * GPUS
     with pytest.raises(ConfigError, match="2000000 tokens does not fit"):
-        planning.or_leanest(ALL, too_large, lambda auto, request: planning.plan_for(auto, MODEL, request))
+        planning.or_leanest(
+            ALL, too_large, lambda auto, request: planning.plan_for(planning.Asked(auto, MODEL, request))
+        )
 
 
 def test_one_gpu_has_nothing_to_choose(machine):
@@ -226,10 +228,12 @@ def test_what_comfyui_takes_counts_for_requests_as_large(machine, monkeypatch):
     assert left == [[], [0], [0]]
     monkeypatch.setattr(pool, "launched", lambda: None)
     assert any(f"{ASIDE}1: " in line for line in plan_for(auto)[1])
-    assert planning.question_of(auto, MODEL, request)[0].swaps.left_by_comfyui == ((1, 0),)
-    assert planning.question_of(auto, MODEL, too_large)[0].swaps.left_by_comfyui == ((1, 0),)
-    smaller = planning.question_of(auto, MODEL, lambda shape: RequestEstimate(32759, 512, 20, 2))[0]
-    elsewhere = planning.question_of(AutoConfig(gpus="2,3"), MODEL, request)[0]
+    assert planning.question_of(planning.Asked(auto, MODEL, request))[0].swaps.left_by_comfyui == ((1, 0),)
+    assert planning.question_of(planning.Asked(auto, MODEL, too_large))[0].swaps.left_by_comfyui == ((1, 0),)
+    smaller = planning.question_of(
+        planning.Asked(auto, MODEL, lambda shape: RequestEstimate(32759, 512, 20, 2))
+    )[0]
+    elsewhere = planning.question_of(planning.Asked(AutoConfig(gpus="2,3"), MODEL, request))[0]
     assert not smaller.swaps.left_by_comfyui and not elsewhere.swaps.left_by_comfyui
 
 
@@ -252,7 +256,7 @@ def test_weights_of_gpus_that_have_the_hosts_memory_are_planned_to_be_read_again
     swaps = []
     for unified in ((), (0,), (1,)):
         monkeypatch.setattr(measurements, "unified_among", lambda *_, unified=unified: unified)
-        swaps.append(planning.question_of(ALL, MODEL, request)[0].swaps)
+        swaps.append(planning.question_of(planning.Asked(ALL, MODEL, request))[0].swaps)
     assert [each.must_reread(ParallelConfig(), 1) for each in swaps] == [False, True, False]
     of_two = ParallelConfig(ulysses_degree=2)
     assert swaps[2].must_reread(of_two, 1) and not swaps[2].ordered([0, 2]).must_reread(of_two, 1)
@@ -262,7 +266,7 @@ def test_weights_of_gpus_that_have_the_hosts_memory_are_planned_to_be_read_again
 def test_the_factor_is_of_steps(machine):
     """Not of weights that leave for ComfyUI's models: the notes say what these take, and one GPU has to read
     them from its file here, where two have not."""
-    question, _ = planning.question_of(AutoConfig(gpus="2"), MODEL, request)
+    question, _ = planning.question_of(planning.Asked(AutoConfig(gpus="2"), MODEL, request))
     shared = replace(question, swaps=WeightSwaps(host=1, left_by_comfyui=((0, 0),)))
     factors = []
     for each in (question, shared):
@@ -279,7 +283,7 @@ def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monk
     themselves is theirs again; that less is free while they work says nothing."""
     two = AutoConfig(gpus="1,0")
     machine.free = (12 * GB,) * GPUS
-    assert planning.question_of(two, MODEL, request)[0].machine.memory == (12 * GB,) * 2
+    assert planning.question_of(planning.Asked(two, MODEL, request))[0].machine.memory == (12 * GB,) * 2
     run_ranks(monkeypatch, [6 * GB, 5 * GB], is_busy=True)
     monkeypatch.setattr(planning, "LOOK_SECONDS", -1.0)
     for free, expected in ((4, (12, 12)), (20, (26, 25)), (2, (26, 25))):
@@ -291,7 +295,7 @@ def test_memory_that_others_have_given_back_counts_while_ranks_run(machine, monk
 def test_a_driver_that_says_nothing_gives_no_memory_back(machine, monkeypatch):
     """What is usual then has the ranks' weights in it already: they were counted twice, beyond the card."""
     machine.free = (12 * GB,) * GPUS
-    planning.question_of(AutoConfig(gpus="1,0"), MODEL, request)
+    planning.question_of(planning.Asked(AutoConfig(gpus="1,0"), MODEL, request))
     run_ranks(monkeypatch, [6 * GB] * 2)
     monkeypatch.setattr(planning, "LOOK_SECONDS", -1.0)
     monkeypatch.setattr(measurements, "free_memory", lambda device, indices, unknown: tuple(unknown))
@@ -318,7 +322,7 @@ def test_a_plan_that_others_leave_no_room_for_is_not_spared_for(machine, monkeyp
     monkeypatch.setattr(planning, "LOOK_SECONDS", 60.0)
     plan, _ = plan_for()
     run_ranks(monkeypatch, [0] * GPUS, gpus="0,1,2,3")
-    planning.question_of(ALL, MODEL, request)
+    planning.question_of(planning.Asked(ALL, MODEL, request))
     machine.free = (32 * GB, 4 * GB, 32 * GB, 32 * GB)
     assert spare_more(plan)
     assert not planning._history.spared
@@ -328,7 +332,7 @@ def test_a_plan_that_others_leave_no_room_for_is_not_spared_for(machine, monkeyp
 def test_what_ranks_have_parked_is_not_missing(machine, monkeypatch):
     """Else the plan after the first parked weights would count on reading them from their file."""
     monkeypatch.setattr(planning, "host_free", lambda swap: 64 * GB)
-    before = planning.question_of(ALL, MODEL, request)[0].swaps.host
+    before = planning.question_of(planning.Asked(ALL, MODEL, request))[0].swaps.host
     monkeypatch.setattr(pool, "launched", lambda: SimpleNamespace())
     monkeypatch.setattr(planning, "host_free", lambda swap: 20 * GB)
-    assert planning.question_of(ALL, MODEL, request)[0].swaps.host == before == 32 * GB
+    assert planning.question_of(planning.Asked(ALL, MODEL, request))[0].swaps.host == before == 32 * GB

@@ -97,14 +97,16 @@ def cards(monkeypatch):
 
 def test_a_shape_is_read_for_each_least_capability_of_the_first_gpus(cards):
     """In the order of the plan, the fastest first; once where all are alike."""
-    question, devices = planning.question_of(AutoConfig(), MODEL, lambda shape: REQUEST, (OTHER,))
+    question, devices = planning.question_of(
+        planning.Asked(AutoConfig(), MODEL, lambda shape: REQUEST, (OTHER,))
+    )
     assert devices == [1, 0, 2] and question.shapes == ((NEW, NEW), (OLD, OLD), (OLD, OLD))
     assert (question.shape, question.others) == (OLD, (OLD,))
     assert cards.read == [(each, gpus) for gpus in ((0, 1, 2), (1,)) for each in (MODEL, OTHER)]
     assert question.option(ONE).seconds < replace(question, shapes=()).option(ONE).seconds
     cards.read.clear()
     cards.differ = False
-    question, _ = planning.question_of(AutoConfig(), MODEL, lambda shape: REQUEST, (OTHER,))
+    question, _ = planning.question_of(planning.Asked(AutoConfig(), MODEL, lambda shape: REQUEST, (OTHER,)))
     assert not question.shapes and len(cards.read) == 2
 
 
@@ -115,15 +117,15 @@ def test_a_model_that_fits_no_fast_gpu_runs_on_the_roomiest(cards, monkeypatch):
         measurements, "model_shape", lambda *given: replace(computed(*given), whole_only="convolutions")
     )
     small = RequestEstimate(1024, 512, 20, 1)
-    need = planning.question_of(AutoConfig(), MODEL, lambda shape: small)[0].option(ONE).bytes
+    need = planning.question_of(planning.Asked(AutoConfig(), MODEL, lambda shape: small))[0].option(ONE).bytes
     rooms = {"first": [64 * GB, 80 * GB, 64 * GB], "roomiest": [need, need // 2, need + 2 * GB]}
     chosen = {}
     for name, cards.free in rooms.items():
-        plan, _ = planning.plan_for(AutoConfig(), MODEL, lambda shape: small)
+        plan, _ = planning.plan_for(planning.Asked(AutoConfig(), MODEL, lambda shape: small))
         chosen[name] = (plan.world_size, plan.gpus)
     assert chosen == {"first": (1, "1"), "roomiest": (1, "2")}
-    assert planning.spare_more(AutoConfig(), MODEL, lambda shape: small, (), plan)
+    assert planning.spare_more(planning.Asked(AutoConfig(), MODEL, lambda shape: small, ()), plan)
     assert 0 < planning._history.spared[("cuda", 0, 1, 2, MODEL)] < 2 * GB
     cards.free = [need // 2] * 3
     with pytest.raises(ConfigError, match="does not fit"):
-        planning.plan_for(AutoConfig(), MODEL, lambda shape: small)
+        planning.plan_for(planning.Asked(AutoConfig(), MODEL, lambda shape: small))

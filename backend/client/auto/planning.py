@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -39,36 +39,42 @@ Ran = TypeVar("Ran")
 SMALL = 256
 
 
-def plan_for(
-    auto: AutoConfig,
-    model: ModelChoice,
-    request: EstimateOf,
-    others: tuple[ModelChoice, ...] = (),
-    check=nothing,
-    show=nothing,
-) -> tuple[ParallelConfig, tuple[str, ...]]:
-    """Choose the ranks of a model and say why, in a line for the choice and one for each runner-up.
-    ``others``: models that stay on the same ranks. ``check`` is called while something is measured and may
-    raise; ``show`` gets a line. Raises ConfigError where nothing fits, RefusedError for a model that cannot
-    be loaded, BackendError where the machine cannot be measured."""
+class Asked(NamedTuple):
+    """A request of a model for which auto plans; ``others``: models that stay on the same ranks."""
+
+    auto: AutoConfig
+    model: ModelChoice
+    request: EstimateOf
+    others: tuple[ModelChoice, ...] = ()
+
+    @property
+    def models(self) -> tuple[ModelChoice, ...]:
+        return (self.model, *self.others)
+
+
+def plan_for(asked: Asked, check=nothing, show=nothing) -> tuple[ParallelConfig, tuple[str, ...]]:
+    """Choose the ranks of a model and say why, in a line for the choice and one for each runner-up. ``check``
+    is called while something is measured and may raise; ``show`` gets a line. Raises ConfigError where
+    nothing fits, RefusedError for a model that cannot be loaded, BackendError where the machine cannot be
+    measured."""
+    auto = asked.auto
     devices = devices_of(auto)
     if len(devices) == 1:
         return auto.placed(auto.base, devices), tuple(filter(None, [_why_alone(auto, devices)]))
-    asked = (auto, model, request, others, check, show)
-    question, devices = question_of(*asked)
-    ranks = _ranks(auto, question, (model, *others), devices)
+    question, devices = question_of(asked, check, show)
+    ranks = _ranks(asked, question, devices)
     try:
         choice = choose(question, auto.method, ranks)
     except ConfigError:  # the fastest GPUs may have less memory than others
-        question, roomiest = question_of(*asked, roomiest=True)
+        question, roomiest = question_of(asked, check, show, roomiest=True)
         if roomiest == devices:
             raise
         devices = roomiest
-        ranks = _ranks(auto, question, (model, *others), devices)
+        ranks = _ranks(asked, question, devices)
         choice = choose(question, auto.method, ranks)
-    _note_plan(auto, question.request, choice, ranks, (model, *others))
+    _note_plan(asked, question.request, choice, ranks)
     first, *further = choice.lines
-    spared = _why_spared(auto, model, choice.option.unit)
+    spared = _why_spared(asked, choice.option.unit)
     return placed(auto, choice.plan, question, devices), (first + spared, *further)
 
 
@@ -103,10 +109,9 @@ def _why_alone(auto: AutoConfig, devices: list[int]) -> str:
     )
 
 
-def _ranks(
-    auto: AutoConfig, question: Question, models: tuple[ModelChoice, ...], devices: list[int]
-) -> Ranks | None:
-    """Return the ranks that may go on under a plan of ``auto`` for ``models``; None where others start."""
+def _ranks(asked: Asked, question: Question, devices: list[int]) -> Ranks | None:
+    """Return the ranks that may go on under a plan of auto; None where others start."""
+    auto = asked.auto
     running = pool.launched()
     if running is None or running.config.world_size > len(devices):
         return None
@@ -116,7 +121,7 @@ def _ranks(
     last = _history.last
     if last is None or last.auto != auto or not _as_planned(now):
         return Ranks(now)  # somebody wants it otherwise now, whatever that takes
-    shapes = zip(models, (question.shape, *question.others))
+    shapes = zip(asked.models, (question.shape, *question.others))
     held = tuple(shape for each, shape in shapes if each in running.models)
     rate = question.swaps.file or FILE_RATE
     rate = math.inf if question.machine.on_host else rate  # a host maps files
@@ -135,21 +140,14 @@ def takes_turns(model: ModelChoice, config: ParallelConfig) -> bool:
     return last is not None and model in last.turns and _as_planned(config)
 
 
-def _note_plan(
-    auto: AutoConfig,
-    request: RequestEstimate,
-    choice: PlanChoice,
-    ranks: Ranks | None,
-    models: tuple[ModelChoice, ...],
-):
+def _note_plan(asked: Asked, request: RequestEstimate, choice: PlanChoice, ranks: Ranks | None):
     """Keep what the choice for the next request needs. One for a whole graph counts when it runs."""
     _history.tokens = request.image_tokens * request.batch
     regret = choice.regret
     if request.then is not None:
         regret = dict(ranks.regret) if ranks and ranks.plan.same_weights(choice.plan) else {}
-    _history.last = LastPlan(
-        auto=auto, plan=choice.plan, regret=regret, turns=models if choice.option.swap_seconds else ()
-    )
+    turns = asked.models if choice.option.swap_seconds else ()
+    _history.last = LastPlan(asked.auto, choice.plan, regret, turns)
 
 
 def or_leanest(auto: AutoConfig, estimate: EstimateOf, run: Callable[[AutoConfig, EstimateOf], Ran]) -> Ran:
@@ -175,26 +173,21 @@ def is_memory_shortage(error: BaseException) -> bool:
     return bool(getattr(error, "lacking", {})) or RAN_OUT in str(error)
 
 
-def spare_more(
-    auto: AutoConfig,
-    model: ModelChoice,
-    request: EstimateOf,
-    others: tuple[ModelChoice, ...],
-    plan: ParallelConfig,
-) -> bool:
+def spare_more(asked: Asked, plan: ParallelConfig) -> bool:
     """Have the next plans of a model leave more memory free than ``plan``, whose ranks ran out of it. One
     under which models take turns may run again first: once ranks have run out, others leave for all that is
     likely needed, and no weights stay dequantized. False where one rank is all. Errors as in ``plan_for``."""
+    auto = asked.auto
     if len(devices_of(auto)) == 1:
         return False
     # others may have taken what was free: less is known to be, then, and no plan has to spare it besides
     _history.looked.pop(_memory_key(auto), None)
-    question, devices = question_of(auto, model, request, others)
+    question, devices = question_of(asked)
     if placed(auto, plan, question, devices).gpus != plan.gpus:
-        question, _ = question_of(auto, model, request, others, roomiest=True)
+        question, _ = question_of(asked, roomiest=True)
     together, alone = (each.option(plan) for each in (question, replace(question, others=())))
     option = together if together.fits else alone  # models that take turns
-    key = _spared_key(auto, model)
+    key = _spared_key(auto, asked.model)
     if option is alone and key not in _history.spared and have_ranks_run_out():
         _history.spared[key] = 0
     elif option.fits:  # else what is free now is less than it was, and rules the plan out
@@ -232,9 +225,9 @@ def note_left(gpu: int, size: int):
     _history.left[key] = min(_history.left.get(key, size), size)
 
 
-def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
+def _why_spared(asked: Asked, unit: str) -> str:
     """Return a sentence for after a choice where memory is spared (``unit``: as in Option), else nothing."""
-    size = _history.spared.get(_spared_key(auto, model), 0)
+    size = _history.spared.get(_spared_key(asked.auto, asked.model), 0)
     if not size:
         return ""
     stays = f" About {coarse_gigabytes(size)} per {unit} stay free until a restart"
@@ -242,23 +235,17 @@ def _why_spared(auto: AutoConfig, model: ModelChoice, unit: str) -> str:
 
 
 def question_of(
-    auto: AutoConfig,
-    model: ModelChoice,
-    request: EstimateOf,
-    others: tuple[ModelChoice, ...] = (),
-    check=nothing,
-    show=nothing,
-    roomiest: bool = False,
+    asked: Asked, check=nothing, show=nothing, roomiest: bool = False
 ) -> tuple[Question, list[int]]:
     """Return what the planner is asked for a model, with what was measured here, and the devices in the order
     in which plans take them (ranks: ``placed``): the fastest first, or the ``roomiest``. Arguments and errors
     as in ``plan_for``."""
+    auto = asked.auto
     devices = devices_of(auto)
     device = auto.base.resolve_device(torch.cuda.device_count())
-    models = (model, *others)
-    shapes = tuple(measurements.model_shape(each, device, devices, check, show) for each in models)
+    shapes = tuple(measurements.model_shape(each, device, devices, check, show) for each in asked.models)
     machine = measurements.machine_rates(device, devices, check, show)
-    spared = _history.spared.get(_spared_key(auto, model), 0) * (len(devices) if machine.on_host else 1)
+    spared = _history.spared.get(_spared_key(auto, asked.model), 0) * (len(devices) if machine.on_host else 1)
     memory = tuple(max(0, free - spared) for free in _free_memory(device, devices))
     machine = replace(machine, memory=memory)
     if not auto.shares:  # whose order is that of gpus
@@ -267,17 +254,17 @@ def question_of(
         order = first(devices.index(shared) if shared in devices else None)
         machine = machine.ordered(order, usual=first())
         devices = [devices[index] for index in order] if order else devices
-    asked = request(shapes[0])
+    request = asked.request(shapes[0])
     host = int(HOST_SHARE * _host_memory())
-    file = measurements.load_rate(model, device)
-    left = _history.left_after(devices, asked.image_tokens * asked.batch) if device == "cuda" else ()
+    file = measurements.load_rate(asked.model, device)
+    left = _history.left_after(devices, request.image_tokens * request.batch) if device == "cuda" else ()
     swaps = WeightSwaps(host, file, left, measurements.unified_among(device, devices))
     of_first = ()
     if machine.differs:
-        of_first = measurements.shapes_of_first(models, device, devices, shapes, check, show)
+        of_first = measurements.shapes_of_first(asked.models, device, devices, shapes, check, show)
     question = Question(
         shape=shapes[0],
-        request=asked,
+        request=request,
         machine=machine,
         gpus=len(devices),
         base=auto.base,
