@@ -22,6 +22,7 @@ from ..rank_plan.describe import RankPlan, describe
 from ..rank_plan.need import Need, load_need, request_need, weight_need
 from ..rank_plan.remedies import NO_SETTING, fitting
 from ..rank_plan.request_size import RequestSize
+from ..rank_plan.workload import Workload
 from ..sampling.model_inputs import ModelInputs
 from ..sampling.runs import Prepared
 from ..serving.broadcast import ControlChannel
@@ -101,24 +102,19 @@ def short_ranks(memories: list[RankMemory], can_make_room: Collection[int] = ())
 
 @dataclass(frozen=True)
 class Planned:
-    """A load or a request as rank 0 has planned it, with the ``needs`` of every rank.
+    """A load or a request, ``work``, as rank 0 has planned it, with the ``needs`` of every rank.
 
     is_loaded: the ranks hold the weights of ``plans``; another configuration would free them. parked: ranks
     whose weights are in host memory and have to come back. others: other models are on the devices, which the
-    client may unload. choices: how quantized parameters multiply, once they are loaded. inputs: of a request,
-    as it was checked.
+    client may unload. inputs: of a request, as it was checked.
     """
 
-    config: ParallelConfig
-    checkpoint: Checkpoint
-    size: RequestSize
-    dtype: torch.dtype
+    work: Workload
     plans: list[RankPlan]
     needs: list[Need]
     is_loaded: bool
     parked: Collection[int] = ()
     others: bool = False
-    choices: Mapping[str, MatmulChoice] | None = None
     inputs: ModelInputs | None = None
 
     def with_weights(self, parked: Collection[int]) -> "Planned":
@@ -141,8 +137,7 @@ class Planned:
             plan = self.plans[short.rank]
             returning = plan.weight_bytes if short.rank in self.parked else 0
             text = _shortage(short, "for this request", "nothing was run", plan, returning)
-        about = (self.config, self.checkpoint, self.size, self.dtype)
-        remedies = fitting(*about, capacity, self.choices, is_host, own)
+        remedies = fitting(self.work, capacity, is_host, own)
         remedy = f"It would fit with {', or '.join(remedies)}." if remedies else NO_SETTING
         return f"{text} {remedy}"
 
@@ -172,7 +167,8 @@ class Admission:
         mapped = dtype == checkpoint.dtype or checkpoint.is_quantized
         kind = self.memory.device.type
         needs = [load_need(plan, kind, mapped, own) for plan, own in zip(plans, self.is_host)]
-        return Planned(self.config, checkpoint, TYPICAL, dtype, plans, needs, is_loaded=False)
+        work = Workload(self.config, checkpoint, TYPICAL, dtype, {})
+        return Planned(work, plans, needs, is_loaded=False)
 
     def plan_request(
         self,
@@ -192,7 +188,8 @@ class Admission:
             self._plans.append((checkpoint, key, plans))
         held = scratch_bytes(self.memory.device)
         needs = [request_need(plan, held) for plan in plans]
-        return Planned(config, checkpoint, size, dtype, plans, needs, is_loaded=True, choices=choices)
+        work = Workload(config, checkpoint, size, dtype, choices or {})
+        return Planned(work, plans, needs, is_loaded=True)
 
     def forget(self):
         """Let the checkpoints of plans go, and with them their files."""

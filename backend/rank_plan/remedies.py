@@ -1,19 +1,16 @@
 """Settings with which a load or a request that does not fit would: each is planned, none is guessed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from ..config import ConfigError, ParallelConfig
 from ..errors import UnsupportedError
-from ..loading.checkpoint import Checkpoint
 from ..planner.config_changes import dividing_weights, settings
-from ..quantization.kernels import MatmulChoice
 from ..sampling.validation import check_degrees
 from .describe import describe
 from .need import request_need, weight_need
 from .request_size import RequestSize
+from .workload import Workload
 
 #: Bits of a value in quantized files, scales included: fp8 and Q8_0, then Q4_K.
 QUANTIZED = {"an 8-bit file": 9, "a 4-bit file": 5}
@@ -63,25 +60,18 @@ def remedies(
         yield Remedy(f"a batch of {least.batch}", config, least)
 
 
-def fitting(
-    config: ParallelConfig,
-    checkpoint: Checkpoint,
-    size: RequestSize,
-    dtype: torch.dtype,
-    capacity: list[int],
-    choices: Mapping[str, MatmulChoice] | None,
-    is_host: Sequence[bool],
-    own: ParallelConfig,
-) -> list[str]:
+def fitting(work: Workload, capacity: list[int], is_host: Sequence[bool], own: ParallelConfig) -> list[str]:
     """Return the first MAX_REMEDIES remedies with which weights and request fit into the ``capacity`` of
-    every rank, in bytes; each likely need counts, so that what is named does run. ``choices``: as in
-    describe; ``is_host``: of each rank, as in weight_need; ``own``: as in settings."""
+    every rank, in bytes; each likely need counts, so that what is named does run. ``is_host``: of each rank,
+    as in weight_need; ``own``: as in settings."""
+    checkpoint = work.checkpoint
+    quantized = checkpoint.is_quantized
     texts = []
-    for remedy in remedies(config, size, checkpoint.is_quantized, parks=not any(is_host), own=own):
+    for remedy in remedies(work.config, work.request, quantized, parks=not any(is_host), own=own):
         try:
             check_degrees(checkpoint, remedy.config.validate())
-            of_file = None if remedy.bits else choices  # another file multiplies otherwise
-            plans = describe(remedy.config, checkpoint, remedy.size, dtype, of_file, remedy.bits)
+            of_file = None if remedy.bits else work.choices  # another file multiplies otherwise
+            plans = describe(remedy.config, checkpoint, remedy.size, work.dtype, of_file, remedy.bits)
         except (ConfigError, UnsupportedError):
             continue  # the model or the other settings forbid it
         weights = map(weight_need, plans, is_host)

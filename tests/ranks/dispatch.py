@@ -145,7 +145,7 @@ def parks(control: ControlChannel) -> list[list]:
 def planned(needs: list[Need], weight_bytes: int = 0) -> Planned:
     """The needs of a plan of so many bytes of weights on each rank."""
     plans = [SimpleNamespace(weight_bytes=weight_bytes)] * len(needs)
-    return Planned(ParallelConfig(), None, None, torch.float32, plans, needs, is_loaded=True)
+    return Planned(None, plans, needs, is_loaded=True)
 
 
 def noise() -> dict[str, bool]:

@@ -182,7 +182,7 @@ def test_what_would_fit_is_planned_when_nothing_else_can_leave(others, monkeypat
     monkeypatch.setattr(Planned, "shortage", lambda *_: says)
 
     def act(rank, control, memory):
-        plans = Planned(ParallelConfig(), None, None, None, [], [Need(2 * GB, 2 * GB)], True, others=others)
+        plans = Planned(None, [], [Need(2 * GB, 2 * GB)], True, others=others)
         Admission(ParallelConfig(), control, memory).check(plans)
 
     [refused], _ = on_ranks([FakeMemory(GB)], act)
