@@ -74,8 +74,9 @@ class ComfyServer:
             "--disable-api-nodes",
             "--preview-method",
             "latent2rgb",
+            # as on a GPU: the attention that it takes on a CPU adds masks of truth values as numbers
             "--use-pytorch-cross-attention",
-        ]  # as on a GPU; the attention that it takes on a CPU adds masks of truth values as numbers
+        ]
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",

@@ -31,13 +31,8 @@ WATCHED = (
     *("protocol/messages", "protocol/framing", "protocol/tensor_body"),
     *("config", "rank/leader", "rank/worker"),
     *("serving/server", "serving/argument_cache", "loading/lora/lora_keys", "loading/lora/lora_spellings"),
-    *(
-        f"sampling/{name}"
-        for name in (
-            *("validation", "tensor_validation", "guidance", "request", "model_call"),
-            "model_inputs",
-        )
-    ),
+    *("sampling/validation", "sampling/tensor_validation", "sampling/guidance", "sampling/request"),
+    *("sampling/model_call", "sampling/model_inputs"),
 )
 #: Different crashes after which it ends.
 MAX_CRASHES = 20
@@ -99,14 +94,12 @@ def _lines(code: CodeType, top: bool = True) -> set[int]:
 def good_frames(rank0: Rank0) -> list[bytes]:
     """Frames of a client that wants nothing odd: of 16 tokens and 4 tokens of a prompt."""
     sample, _ = golden_request("euler_simple", rank0.model)
-    tensors = {
-        name: value[..., :8, :8]
-        if name in ("noise", "latent")
-        else value[:, :4]
-        if value.ndim == 3
-        else value
-        for name, value in sample.tensors.items()
-    }
+    tensors = dict(sample.tensors)
+    for name, value in sample.tensors.items():
+        if name in ("noise", "latent"):
+            tensors[name] = value[..., :8, :8]
+        elif value.ndim == 3:
+            tensors[name] = value[:, :4]
     return seeds(rank0.model, rank0.path, replace(sample, tensors=tensors))
 
 
@@ -125,7 +118,8 @@ class Fuzz:
         reported = time.monotonic()
         for _ in range(count):
             choice = self.mutator.random.choice
-            frame, before = self.mutator.mutate(choice(self.corpus), choice(self.corpus)), self.reached
+            frame = self.mutator.mutate(choice(self.corpus), choice(self.corpus))
+            before = self.reached
             self._try(frame)
             if self.reached > before:
                 self.corpus.append(frame)

@@ -52,7 +52,6 @@ class SampleRequest:
 
     @property
     def choice(self) -> ModelChoice:
-        """What the backend loads for it."""
         return ModelChoice(self.model, self.weight_dtype, self.matmul)
 
     @property

@@ -62,7 +62,6 @@ class Checkpoint:
 
     @property
     def transformer_class(self) -> type[ModelMixin]:
-        """The transformer's class in diffusers."""
         return getattr(diffusers, self.family.transformer)
 
     @property

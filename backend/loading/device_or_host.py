@@ -22,7 +22,6 @@ class DeviceOrHost:
 
     @property
     def place(self) -> torch.device:
-        """Where to compute now."""
         return self.host if self.is_full else self.device
 
     def run(self, compute: Callable[[], Result]) -> Result:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..models.blocks import IMAGE_ONLY
+from ..models.family import Family
 from ..models.patterns import matches
 from .block_streams import block_list
 from .matrix_cuts import KEYS, QUERIES, features_of, has_layer
@@ -27,7 +28,7 @@ Latents = Mapping[str, int]
 
 def block_costs(
     transformer: nn.Module,
-    family,
+    family: Family,
     config: Mapping,
     image: int = IMAGE_TOKENS,
     text: int = TEXT_TOKENS,
@@ -53,7 +54,7 @@ def block_costs(
     return costs
 
 
-def latents_of(family, image: int) -> dict[str, int]:
+def latents_of(family: Family, image: int) -> dict[str, int]:
     """Count all tokens as the first of nested latents."""
     names = family.latent.nested.names if family.latent.nested else ()
     return {name: 0 if index else image for index, name in enumerate(names)}
@@ -104,7 +105,7 @@ class AttentionCall:
 OUTSIDE = LayerTokens(True, False, divided="image")
 
 
-def attention_calls(block: nn.Module, list_name: str, family, config: Mapping) -> list[AttentionCall]:
+def attention_calls(block: nn.Module, list_name: str, family: Family, config: Mapping) -> list[AttentionCall]:
     """Return a block's attention calls, one for each of its attention modules, in order."""
     modules = [(name, module) for name, module in block.named_modules() if is_attention(module)]
     kinds = [kind for kind in family.blocks.attention if not (family.cache.static_text and kind == "text")]
@@ -123,7 +124,7 @@ def attention_calls(block: nn.Module, list_name: str, family, config: Mapping) -
     return calls
 
 
-def layer_tokens(block: nn.Module, list_name: str, family) -> dict[str, LayerTokens]:
+def layer_tokens(block: nn.Module, list_name: str, family: Family) -> dict[str, LayerTokens]:
     """Return layer of a block -> the tokens that pass it."""
     names = [name for name, _ in block.named_modules()]
     of_text = {name for name in names if matches(name, family.blocks.text_layers)}
@@ -156,7 +157,7 @@ def is_attention(module: nn.Module) -> bool:
     return has_layer(module, QUERY_LAYERS)
 
 
-def query_width(module: nn.Module, family, config: Mapping) -> int:
+def query_width(module: nn.Module, family: Family, config: Mapping) -> int:
     """Return the features of the queries of all heads of an attention module."""
     own = features_of(module, QUERIES)
     return own or family.blocks.heads(config) * family.blocks.head_size(config)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedError
+from ..models.family import Family
 from ..models.patterns import first_match, matches
 from .mesh import Axis, Mesh
 from .sequence import Span
@@ -138,7 +139,7 @@ class CutPlan:
 
 def cut_plan(
     transformer: nn.Module,
-    family,
+    family: Family,
     scheme: str,
     ranks: int,
     units: Mapping[str, int] | None = None,
@@ -170,11 +171,11 @@ def cut_plan(
     return CutPlan(_between_blocks(layers, cuts, family, units, groups if uneven else 0))
 
 
-def _is_modulation(name: str, family) -> bool:
+def _is_modulation(name: str, family: Family) -> bool:
     return matches(name.removeprefix(f"{_block(name, family)}."), family.cache.modulation)
 
 
-def _block(name: str, family) -> str:
+def _block(name: str, family: Family) -> str:
     lists = next(blocks for blocks in family.blocks.lists if name.startswith(f"{blocks}."))
     return f"{lists}.{name.removeprefix(f'{lists}.').partition('.')[0]}"
 
@@ -271,7 +272,11 @@ def _norm(norm: nn.Module, attention: nn.Module, name: str) -> Cut | None:
 
 
 def _between_blocks(
-    layers: Mapping[str, nn.Module], cuts: Mapping[str, Cut], family, units: Mapping[str, int], groups: int
+    layers: Mapping[str, nn.Module],
+    cuts: Mapping[str, Cut],
+    family: Family,
+    units: Mapping[str, int],
+    groups: int,
 ) -> dict[str, Cut]:
     """Move cuts so that they divide no quantized block of an MLP and none of the ``groups`` of heads.
 

@@ -44,12 +44,10 @@ class Axis:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this rank is the first of the axis."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether this rank is the last of the axis."""
         return self.rank == self.size - 1
 
     def neighbour(self, offset: int) -> int:

@@ -31,7 +31,6 @@ class HeldBytes:
 
     @property
     def bytes(self) -> int:
-        """All of them."""
         return self.weights + self.keys + self.transient
 
     @property

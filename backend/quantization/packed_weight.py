@@ -103,7 +103,6 @@ class PackedWeight(nn.Module):
 
     @property
     def effort(self) -> Effort:
-        """What it takes to dequantize it."""
         return effort_of(self._empty.format, self._empty.settings, self.dtype)
 
     def stay(self, buffer: Tensor | None):

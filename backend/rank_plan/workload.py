@@ -64,12 +64,10 @@ class Workload:
 
     @property
     def family(self):
-        """The checkpoint's family."""
         return self.checkpoint.family
 
     @cached_property
     def stages(self) -> Stages:
-        """What each pipeline stage holds."""
         return self.checkpoint.stages(self.config)
 
     def blocks(self, place: MeshPlace) -> range:
@@ -143,7 +141,6 @@ class Workload:
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
         return self.family.blocks.head_size(self.checkpoint.config)
 
     def state_bytes(self, place: MeshPlace) -> int:
@@ -189,7 +186,6 @@ class Workload:
 
     @cached_property
     def modulation(self) -> frozenset[str]:
-        """The modulation layers of all blocks."""
         return frozenset(chain.from_iterable(self.checkpoint.modulation.values()))
 
     def weights(self, place: MeshPlace) -> HeldWeights:

@@ -118,7 +118,8 @@ def _described(shape: "ClassInputs", scheduler: Mapping | None, trial: Trial) ->
         return 4 if inputs.video else 1, 8, 8  # no VAE says it in its configuration in one way
 
     def tokens(output, grid):
-        return output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
+        found = output if output.ndim == 3 else grid.padded.to_tokens(output[:, :channels])
+        return -found if inputs.inverted else found
 
     blocks: dict = {"lists": {}, **trial.blocks, "whole_only": trial.whole_only}
     blocks["flop_shares"] = dict.fromkeys(trial.blocks.get("flop_shares", ()), NO_SHARE)
@@ -129,9 +130,7 @@ def _described(shape: "ClassInputs", scheduler: Mapping | None, trial: Trial) ->
             channels=always(channels), patch=always(shape.patch), frames=inputs.video, pixels=pixels
         ),
         noise=Noise(prediction(scheduler), always(schedule) if schedule else None),
-        io=ModelIO(
-            inputs, output=(lambda output, grid: -tokens(output, grid)) if inputs.inverted else tokens
-        ),
+        io=ModelIO(inputs, output=tokens),
         blocks=Blocks(heads=always(max(1, trial.heads)), head_size=always(trial.head_size), **blocks),
         conditioning=Conditioning(
             accepted=tuple(comfy for ours, comfy in CONDITIONING.items() if ours in inputs.names),
