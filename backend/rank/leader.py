@@ -30,8 +30,8 @@ from ..protocol import (
     Unload,
     Welcome,
 )
-from ..rank_plan.request_size import planned_config, size_of
-from ..sampling.model_inputs import ModelInputs
+from ..rank_plan.request_size import size_of
+from ..sampling.model_inputs import ModelInputs, run_config
 from ..sampling.model_runner import LoadedModel
 from ..sampling.step_loop import Callbacks, RequestCancelled
 from ..sampling.validation import refusing
@@ -218,7 +218,7 @@ class Leader(ServedModels):
     def plan(self, job: Job, message: Sample | ModelCall, inputs: ModelInputs) -> Planned:
         """Plan a checked request, which gives the model ``inputs``. Raises UnsupportedError."""
         model = self.engine.models[message.model]
-        config = planned_config(message, self.engine.config)
+        config = run_config(message, self.engine.config)
         size = size_of(message, config, model.family, model.config, inputs)
         checkpoint = self._checkpoint(message.model)
         plan = self.admission.plan_request(config, checkpoint, size, model.dtype, model.choices)

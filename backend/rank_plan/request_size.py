@@ -1,7 +1,7 @@
 """How large a request is, counted from its message: what its memory follows from."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from ..planner.machine import samples_at_once
 from ..protocol import ModelCall, Sample
 from ..sampling.guidance import branch_of
 from ..sampling.model_inputs import ModelInputs, inputs_of
-from ..sampling.request import request_config
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,6 @@ class RequestSize:
     def tokens(self) -> int:
         """Count the image and text tokens of a sample."""
         return self.image_tokens + self.text_tokens
-
-
-def planned_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelConfig:
-    """Return the backend's configuration with the settings of a request; under a call PipeFusion is drained
-    and reads no stale keys and values."""
-    if isinstance(message, Sample):
-        return request_config(message, config)
-    return replace(config, num_pipeline_patch=1)
 
 
 def size_of(

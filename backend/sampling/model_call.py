@@ -20,7 +20,7 @@ from ..planner.machine import samples_at_once
 from ..protocol import ModelCall
 from ..shares import shard_edges
 from .guidance import Prompt
-from .model_inputs import ModelInputs, inputs_of
+from .model_inputs import ModelInputs, inputs_of, run_config
 from .model_runner import Runner
 from .prediction import OUTPUT
 from .request import Request
@@ -30,17 +30,11 @@ from .tensor_validation import check_arguments, check_latent
 from .validation import RequestTarget, check_kernel, check_patches, check_wire
 
 
-def _settings(call: ModelCall, config: ParallelConfig) -> ParallelConfig:
-    """Return ``config`` with what a call sets of it; nothing is stale in a call."""
-    asked = {"attention": call.attention, "compile": call.compile, "wire": call.wire}
-    return replace(config, num_pipeline_patch=1, **asked)
-
-
 def check_call(call: ModelCall, config: ParallelConfig, target: RequestTarget) -> ModelInputs:
     """Return what a call gives the model. Raises UnsupportedError or ConfigError where it cannot run."""
     family = target.family
     model_config = target.config
-    run = _settings(call, config).validate()
+    run = run_config(call, config).validate()
     check_wire(run, family)
     check_kernel(run, target)
     for name in ("x", "time"):
@@ -109,7 +103,7 @@ def build_call(
     tokens = grid.to_tokens(given) if rescale else given.new_empty(len(samples), grid.tokens, grid.features)
     return Request(
         # the loop reads of a configuration what the call sets, and that there is one patch
-        config=_settings(call, ParallelConfig()),
+        config=run_config(call, ParallelConfig()),
         prediction=OUTPUT,
         sigmas=call.tensors["time"][:1].float(),
         noise=tokens,

@@ -1,9 +1,10 @@
 """What a request, or a call, gives the model: looked up once on each rank, by rank 0 as it checks it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ..config import PER_REQUEST, ParallelConfig
 from ..models.family import Arguments, Family, Grid
 from ..protocol import ModelCall, Sample
 from .guidance import CFG_BRANCHES, names
@@ -21,6 +22,14 @@ class ModelInputs:
     @property
     def batch(self) -> int:
         return self.latent.shape[0]
+
+
+def run_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelConfig:
+    """Return the backend's configuration with the settings of a request; nothing is stale in a call."""
+    if isinstance(message, Sample):
+        return replace(config, **{name: getattr(message, name) for name in PER_REQUEST})
+    asked = {"attention": message.attention, "compile": message.compile, "wire": message.wire}
+    return replace(config, num_pipeline_patch=1, **asked)
 
 
 def inputs_of(message: Sample | ModelCall, family: Family, model_config: dict) -> ModelInputs:

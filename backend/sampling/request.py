@@ -1,12 +1,12 @@
 """One sampling request as tensors on this rank's device, and its random numbers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..config import PER_REQUEST, ParallelConfig
+from ..config import ParallelConfig
 from ..models.family import STEP_END, Family, ModelIO
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import SequenceLengths, Span, patches
@@ -14,7 +14,7 @@ from ..protocol import Sample
 from ..protocol.solver_names import PERCENTS
 from ..shares import shard_sizes
 from .guidance import CFG_BRANCHES, Prompt, branch_of
-from .model_inputs import ModelInputs, inputs_of
+from .model_inputs import ModelInputs, inputs_of, run_config
 from .noise import FreshNoise, next_seed
 from .prediction import PREDICTIONS, Prediction
 from .solver_registry import Problem
@@ -125,11 +125,6 @@ class Request:
         return self.prediction.add_noise(self.sigmas[0], self.noise, self.latent, self.from_pure_noise)
 
 
-def request_config(sample: Sample, config: ParallelConfig) -> ParallelConfig:
-    """Return the backend's configuration with the settings that travel with the request."""
-    return replace(config, **{name: getattr(sample, name) for name in PER_REQUEST})
-
-
 def build(
     sample: Sample,
     config: ParallelConfig,
@@ -158,7 +153,7 @@ def build(
         reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, arguments)
         patch0_tokens = max(patch0_tokens, text + reference_tokens[name])
     return Request(
-        config=request_config(sample, config),
+        config=run_config(sample, config),
         prediction=PREDICTIONS[family.noise.prediction],
         sigmas=sample.tensors["sigmas"].float(),
         noise=tokens("noise"),

@@ -24,9 +24,8 @@ from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..runtime.torch_version import torch_version, unshardable
 from ..shares import shard_sizes
 from .guidance import branch_of, names
-from .model_inputs import ModelInputs, inputs_of
+from .model_inputs import ModelInputs, inputs_of, run_config
 from .prediction import FLOW, PREDICTIONS
-from .request import request_config
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
 from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers, is_latent
 
@@ -72,7 +71,7 @@ def check_sample(sample: Sample, config: ParallelConfig, target: RequestTarget) 
     """Return what a request gives the model. Raises UnsupportedError or ConfigError where it cannot run."""
     family = target.family
     model_config = target.config
-    run = request_config(sample, config)
+    run = run_config(sample, config)
     prompts = names(sample)
     has_negative = any(branch_of(name) == "negative" for name in prompts)
     _check_settings(sample, config, run, has_negative)

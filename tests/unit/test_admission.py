@@ -21,7 +21,8 @@ from backend.protocol import ModelCall
 from backend.rank.admission import Admission, InsufficientMemory, RankMemory, short_ranks
 from backend.rank_plan import describe
 from backend.rank_plan.need import Need
-from backend.rank_plan.request_size import RequestSize, planned_config, size_of
+from backend.rank_plan.request_size import RequestSize, size_of
+from backend.sampling.model_inputs import run_config
 from backend.sampling.runs import Prepared
 from backend.sampling.step_loop import Callbacks
 
@@ -196,7 +197,7 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     with memory:
         engine.sample(sample, Callbacks())
     size = size_of(sample, engine.config, model.family, model.config)
-    config = planned_config(sample, engine.config)
+    config = run_config(sample, engine.config)
     found, _ = check(config, pristine, [FakeMemory(memory.peak, kind="cpu")], size, dtype=model.dtype)
     assert found == [None]
 

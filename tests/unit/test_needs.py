@@ -19,7 +19,8 @@ from backend.rank.admission import Admission, InsufficientMemory
 from backend.rank_plan import describe
 from backend.rank_plan.need import Need, load_need
 from backend.rank_plan.remedies import remedies
-from backend.rank_plan.request_size import RequestSize, planned_config, size_of
+from backend.rank_plan.request_size import RequestSize, size_of
+from backend.sampling.model_inputs import run_config
 from backend.sampling.runs import Prepared
 
 BF16 = torch.bfloat16
@@ -176,10 +177,10 @@ def test_a_load_onto_the_cpu_needs_memory_for_what_is_cast(name, kind, dtype, fi
 def test_a_call_reads_nothing_stale():
     """Its stages have the whole sequence, whatever patches samples are cut into."""
     pipeline = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=4)
-    planned = planned_config(ModelCall("m", tensors={}), pipeline)
+    planned = run_config(ModelCall("m", tensors={}), pipeline)
     assert planned.patches == 1 and planned == replace(pipeline, num_pipeline_patch=1)
     sample = Sample("m", "euler", 1.0, 7, num_pipeline_patch=8)
-    assert planned_config(sample, pipeline).patches == 8
+    assert run_config(sample, pipeline).patches == 8
 
 
 @pytest.mark.parametrize(
