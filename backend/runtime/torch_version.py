@@ -1,10 +1,13 @@
 """Which packages are installed, and what torch can do, where that decides what is refused or chosen; standard
 library only."""
 
+import importlib.util
 import os
+import re
 import shutil
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 #: torch from which FSDP2 shards frozen integers, as which quantized weights are stored; before, their
 #: parameters are made to require gradients, which fails (pytorch/pytorch#177844).
@@ -16,8 +19,20 @@ SHARDS_SEVERAL_TYPES = (2, 8)
 
 @cache
 def torch_version() -> str:
-    """Return the version of the installed torch."""
-    return metadata.version("torch")
+    """Return the version of the installed torch, also of one without a distribution (its dist-info). Raises
+    PackageNotFoundError without torch."""
+    return installed("torch") or _written_version()
+
+
+def _written_version() -> str:
+    """Return the version in torch's own files: without an import of torch, which takes seconds."""
+    found = importlib.util.find_spec("torch")
+    file = Path(found.origin or "").with_name("version.py") if found else None
+    text = file.read_text() if file and file.is_file() else ""
+    version = re.search(r"""^__version__ = ['"](.+?)['"]""", text, re.MULTILINE)
+    if version is None:
+        raise metadata.PackageNotFoundError("torch")
+    return version[1]
 
 
 def has_torch(*version: int) -> bool:

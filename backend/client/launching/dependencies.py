@@ -1,6 +1,5 @@
 """Reports in one sentence what the backend needs and ComfyUI's environment lacks."""
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ...errors import SHORT
 from ...protocol import BackendError
-from ...runtime.install_command import how_to_install
+from ...runtime.install_command import TORCH, how_to_install
 from ...runtime.torch_version import installed
 from .interpreter import PACK, VARIABLE, answer, answered, inherited, installed_at, ranks_python
 
@@ -20,6 +19,9 @@ OLDEST_PYTHON = (3, 11)
 REQUIREMENTS = PACK / "requirements.txt"
 #: Not in requirements.txt, of which pip would take another build than ComfyUI's.
 NEEDED_TORCH = "torch>=2.6"
+#: What a torch without one lacks: diffusers, which asks importlib.metadata for it, has stand-ins of its
+#: models then.
+NEEDED_DISTRIBUTION = f"{NEEDED_TORCH} with its dist-info, by which diffusers finds it"
 #: Packages that decide how a step is divided on ranks.
 DIVIDING = ("torch", "diffusers", "yunchang")
 #: An interpreter answers within this long, also from a cold network disk.
@@ -100,7 +102,10 @@ def _asked(python: str, requirements: Path) -> dict:
 def unmet_requirements(requirements: Path = REQUIREMENTS) -> list[str]:
     """Return what this interpreter does not meet of NEEDED_TORCH and the lines of a requirements.txt."""
     listed = [re.split("[#;]", line)[0].strip() for line in requirements.read_text().splitlines()]
-    return [line for line in [NEEDED_TORCH, *filter(None, listed)] if not _is_met(line)]
+    needed = NEEDED_TORCH
+    if importlib.util.find_spec(TORCH) is not None and not installed(TORCH):
+        needed = NEEDED_DISTRIBUTION
+    return [line for line in [needed, *filter(None, listed)] if not _is_met(line)]
 
 
 def _is_met(requirement: str) -> bool:
@@ -108,7 +113,8 @@ def _is_met(requirement: str) -> bool:
     name, _, least = requirement.partition(">=")
     if importlib.util.find_spec(_IMPORT_NAMES.get(name, name)) is None:
         return False
-    return not least or _numbers(importlib.metadata.version(name)) >= _numbers(least)
+    version = installed(name)
+    return not least or (bool(version) and _numbers(version) >= _numbers(least))
 
 
 def _numbers(version: str) -> list[int]:
