@@ -194,7 +194,9 @@ COMBINATIONS = [
     ("flash-attn-3", 128, (8, 9), False, "9.0 to 9.9, and there are GPUs of 8.9"),
     ("flash-attn-3", 100, (9, 0), False, "up to 256 features, in multiples of 8"),
     ("flash-attn-4", 128, (10, 0), True, ""),
-    ("flash-attn-4", 256, (10, 0), False, "up to 128 features"),
+    ("flash-attn-4", 256, (10, 0), False, ""),
+    ("flash-attn-4", 256, (9, 0), True, ""),
+    ("flash-attn-4", 192, (10, 0), False, "up to 128 features, in multiples of 8, or of 256"),
     ("flash-attn-4", 128, (12, 0), False, "9.0 to 10.9"),
 ]
 

@@ -1,8 +1,9 @@
 """Attention kernels as a table: what each can compute, on which GPUs, and how it is called.
 
 Capabilities are those of the packages' sources: flash_attn_interface.py of flash-attn 2.8.3, torch's
-nn/attention/_fa3.py and _fa4.py, core.py of sageattention at d1a57a54 (later than the tag v2.2.0), api.py and
-api.cu of sageattn3 1.0.0. None but torch's was run here: of GPUs there was an H200 without the packages.
+nn/attention/_fa3.py and _fa4.py, cute/interface.py of flash-attn-4 from 4.0.0b5 to b36, core.py of
+sageattention at d1a57a54 (later than the tag v2.2.0), api.py and api.cu of sageattn3 1.0.0. None but torch's
+was run here: of GPUs there was an H200 without the packages.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,10 +55,10 @@ class Kernel:
     built, where PyPI lacks it. parameter: one that the function has, and older: what a package is whose
     function lacks it. results: how many of the function's this torch takes; 0 for all. gpus: first and last
     compute capability of each run that has kernels. head_size: the largest; multiple: of which head sizes are
-    multiples; head_sizes: those that there are, where they are few. least_keys: that it attends to. lse: it
-    returns the log-sum-exp, by which rings merge. exact: it computes in the type of its inputs.
-    largest_value: of V, where it holds less than their type; 0 for all. rocm: torch for AMD's GPUs may have
-    it. torch_impl: its name in torch.nn.attention.
+    multiples; larger_head: one that there is besides; head_sizes: those that there are, where they are few.
+    least_keys: that it attends to. lse: it returns the log-sum-exp, by which rings merge. exact: it computes
+    in the type of its inputs. largest_value: of V, where it holds less than their type; 0 for all. rocm:
+    torch for AMD's GPUs may have it. torch_impl: its name in torch.nn.attention.
     """
 
     what: str
@@ -72,6 +73,7 @@ class Kernel:
     gpus: tuple[tuple[Capability, Capability], ...] = ()
     head_size: int = 256
     multiple: int = 1
+    larger_head: int = 0
     head_sizes: tuple[int, ...] = ()
     least_keys: int = 1
     lse: bool = True
@@ -87,7 +89,8 @@ class Kernel:
 
     def has_head(self, size: int) -> bool:
         """Return whether it runs on heads of ``size`` features."""
-        return size in (self.head_sizes or range(self.multiple, self.head_size + 1, self.multiple))
+        sizes = self.head_sizes or range(self.multiple, self.head_size + 1, self.multiple)
+        return size in sizes or size == self.larger_head > 0
 
     def has_gpu(self, gpu: Capability) -> bool:
         """Return whether it runs on GPUs of this compute capability."""
@@ -98,7 +101,8 @@ class Kernel:
         if self.head_sizes:
             return f"heads of {' or '.join(map(str, self.head_sizes))} features"
         multiples = f", in multiples of {self.multiple}" if self.multiple > 1 else ""
-        return f"heads of up to {self.head_size} features{multiples}"
+        larger = f", or of {self.larger_head}" if self.larger_head else ""
+        return f"heads of up to {self.head_size} features{multiples}{larger}"
 
     @property
     def gpus_in_words(self) -> str:
@@ -216,6 +220,7 @@ KERNELS = {
         gpus=(((9, 0), (10, 9)),),
         head_size=128,
         multiple=8,
+        larger_head=256,  # on 10.x from 4.0.0b11 on: of an older one the trial says so; 9.x has all up to it
         torch_impl="FA4",
     ),
     "sage": Kernel(
