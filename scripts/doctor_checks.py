@@ -98,7 +98,9 @@ def wheels(facts: Facts) -> Iterator[Status]:
             )
             continue
         if not wheel.error:
-            yield OK, f"{name} {wheel.version} can be imported"
+            text = f"{name} {wheel.version} can be imported"
+            refused = wheel.refusal.removesuffix(".")
+            yield (WARNING, f"{text}, but is refused: {refused}") if refused else (OK, text)
             continue
         remedy = f"install one built for torch {facts.torch.version}"
         if name in PURE_PYTHON:

@@ -26,6 +26,16 @@ HOW = {
     "diffusers": "from backend.runtime import lean_imports",
     "yunchang": "from backend.parallel.attention.ring_library import ring_library; ring_library()",
 }
+#: Package -> the kernel that it has, of Parallel Config's attention.
+KERNELS = {
+    "flash-attn": "flash-attn",
+    "flash_attn_3": "flash-attn-3",
+    "flash-attn-4": "flash-attn-4",
+    "sageattention": "sage",
+    "sageattn3": "sage-3",
+}
+#: Begins the line in which a package's process says why its kernel is refused.
+REFUSED = "refused: "
 #: Version of a package without a distribution of its name.
 UNKNOWN = "of unknown version"
 IMPORT_SECONDS = 60.0
@@ -41,23 +51,31 @@ def remedy(error: ImportError) -> str:
 
 @dataclass(frozen=True)
 class Wheel:
-    """A package: its version, what its import raised (empty: nothing), and whether that took too long."""
+    """A package: its version, what its import raised (empty: nothing), whether that took too long, and why
+    its attention kernel is refused all the same (empty: it is not)."""
 
     version: str
     error: str = ""
     is_slow: bool = False
+    refusal: str = ""
 
 
 def tried(name: str) -> Wheel:
     """Import a package of WHEELS after torch, in another process."""
     version = _version(name)
-    command = [sys.executable, "-c", f"import torch; {HOW.get(name, f'import {WHEELS[name]}')}"]
+    code = f"import torch; {HOW.get(name, f'import {WHEELS[name]}')}"
+    if name in KERNELS:
+        code += "; from backend.parallel.attention.kernel_choice import why_uncallable"
+        code += f"; print({REFUSED!r}, why_uncallable({KERNELS[name]!r}) or '', sep='')"
+    command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=IMPORT_SECONDS)
     except subprocess.TimeoutExpired:
         return Wheel(version, is_slow=True)
     if done.returncode == 0:
-        return Wheel(version)
+        lines = done.stdout.splitlines()
+        refusals = [line.removeprefix(REFUSED) for line in lines if line.startswith(REFUSED)]
+        return Wheel(version, refusal="".join(refusals))
     if done.returncode < 0:
         return Wheel(version, f"its import was ended by signal {-done.returncode}")
     return Wheel(version, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300])

@@ -41,9 +41,16 @@ def why_unavailable(
     kernel = kernel_of(name)
     if kernel.call is None:
         return None
-    objection = _not_able(kernel, device, dtype, head_size, set(capabilities), ring)
-    objection = objection or _not_active(kernel) or _not_importable(kernel)
-    return objection and f"attention is {name}, {objection}"
+    against = _not_able(kernel, device, dtype, head_size, set(capabilities), ring)
+    return f"attention is {name}, {against}" if against else why_uncallable(name)
+
+
+def why_uncallable(name: str) -> str | None:
+    """Say why neither torch nor its package can call kernel ``name`` whatever the GPUs and the model, as one
+    sentence; None where that is not so. It imports the package."""
+    kernel = kernel_of(name)
+    against = _not_active(kernel) or _not_importable(kernel)
+    return against and f"attention is {name}, {against}"
 
 
 def _not_able(kernel: Kernel, device, dtype, head_size, capabilities, ring) -> str | None:
