@@ -264,7 +264,7 @@ class Engine:
 
     def facts(self, key: str) -> dict:
         """Return what a client needs to know of a loaded model (Loaded.info)."""
-        return self.models[key].facts(self.config, self.mesh.device.type, self.capabilities)
+        return self.models[key].facts(self.config, self.mesh.device, self.capabilities)
 
     @refusing("what is to be described")
     def describe(self, message: Describe, checkpoint: Checkpoint) -> list[dict]:

@@ -23,7 +23,7 @@ from ..models.common.request_arguments import RequestArguments
 from ..models.family import STEP_END, Family
 from ..parallel import comm, fsdp
 from ..parallel.attention import kernel_choice, kernel_table
-from ..parallel.attention.attention_kernels import instead_of_torch
+from ..parallel.attention.attention_kernels import instead_of_torch, torchs_choice
 from ..parallel.attention.kernel_table import activated
 from ..parallel.attention.kv_buffers import KVBuffers
 from ..parallel.block_streams import blocks_of
@@ -130,24 +130,35 @@ class LoadedModel:
         blocks = self.family.blocks
         return 0 if blocks.whole_only else blocks.head_size(self.config)
 
-    def facts(self, config: ParallelConfig, device: str, capabilities: Set[Capability]) -> dict:
+    def facts(self, config: ParallelConfig, device: torch.device, capabilities: Set[Capability]) -> dict:
         """Return Loaded.info, on ranks of ``config`` with GPUs of these ``capabilities``."""
-        where = (device, self.dtype, self.head_size, capabilities)
-        ring = kernel_table.merges(config)
+        where = (device.type, self.dtype, self.head_size, capabilities, kernel_table.merges(config))
+        torchs = self._torchs_attention(device, capabilities, kernel_table.merges(config))
         return {
-            "attention": {name: kernel_choice.explained(name, *where, ring) for name in CHOICES["attention"]},
+            "attention": {
+                name: kernel_choice.explained(name, *where, torchs) for name in CHOICES["attention"]
+            },
             "config": self.config,
             "conditioning": list(self.family.conditioning.accepted),
             "prediction": self.family.noise.prediction,
             "latent_format": self.weights.checkpoint.latent_format,
             "generic": self.weights.checkpoint.generic,
             "dtype": dtype_name(self.dtype),
-            "device": device,
+            "device": device.type,
             "bytes_read": self.report.bytes_read,
             "quantized": self.report.quantized,
             "weights": self.weights.checkpoint.comfy_shapes,
             "parts": self.weights.targets.parts,
         }
+
+    def _torchs_attention(
+        self, device: torch.device, capabilities: Set[Capability], ring: bool
+    ) -> tuple[str, str] | None:
+        """Return which kernels torch chooses for this model's heads without a mask and with one; None where
+        they are of unknown size, and where GPUs differ, of which only this rank's was asked."""
+        if not self.head_size or len(capabilities) != 1:
+            return None
+        return torchs_choice(device, self.dtype, self.head_size, ring)
 
 
 @dataclass

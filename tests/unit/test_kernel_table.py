@@ -15,15 +15,18 @@ import torch.nn.functional as F
 from attention_packages import FUNCTIONS, lse_of, package
 from attention_stubs import by_cudnn
 from recorded_signatures import SAGE_ON_8_0
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import _registry as torch_registry
 
 from backend.config import CHOICES, ParallelConfig
+from backend.parallel.attention import attention_kernels
 from backend.parallel.attention import kernel_table as table
-from backend.parallel.attention.attention_kernels import attend
+from backend.parallel.attention.attention_kernels import attend, torchs_choice
 from backend.parallel.attention.kernel_choice import explained, import_error, why_unavailable
 from backend.parallel.attention.kernel_table import KERNELS, SDPA, TORCH, fits
 from backend.runtime.install_command import install_command
 
+CPU = torch.device("cpu")
 SCALE = 0.3
 HELP = Path(__file__).parents[2] / "web/docs/ParallelConfig.md"
 
@@ -227,6 +230,57 @@ def test_every_choice_is_explained_in_one_line():
     assert "approximate, whose log-sum-exp the ring merges by" in explained(
         "sage", "cuda", torch.bfloat16, 128, [(9, 0)], True
     )
+
+
+#: GPU, type, head size, ring -> the kernels that auto leaves there.
+LEFT = {
+    "RTX 4090": ((8, 9), torch.bfloat16, 128, False, "cudnn, flash-attn, sage (approximate)"),
+    "its wide heads": ((8, 9), torch.float16, 256, False, "flash-attn"),
+    "H100": (
+        *((9, 0), torch.bfloat16, 128, False),
+        "cudnn, flash-attn, flash-attn-3, flash-attn-4, sage (approximate)",
+    ),
+    "B200": ((10, 0), torch.bfloat16, 128, True, "cudnn, flash-attn, flash-attn-4"),
+    "RTX 5090": (
+        *((12, 0), torch.bfloat16, 128, False),
+        "cudnn, flash-attn, sage (approximate), sage-3 (approximate)",
+    ),
+    "its ring": ((12, 0), torch.bfloat16, 128, True, "cudnn, flash-attn, sage (approximate)"),
+    "RTX 2080": ((7, 5), torch.float16, 128, False, ""),
+    "float32": ((9, 0), torch.float32, 128, False, ""),
+}
+
+
+@pytest.mark.parametrize("gpu, dtype, head_size, ring, left", LEFT.values(), ids=LEFT)
+def test_auto_says_which_kernel_runs_and_which_it_leaves(gpu, dtype, head_size, ring, left):
+    of_torch = ("cuDNN's", "memory-efficient")
+    texts = [explained(name, "cuda", dtype, head_size, [gpu], ring, of_torch) for name in ("auto", "sdpa")]
+    rule = f"{KERNELS[TORCH].what}, exact, on these GPUs cuDNN's, with a mask memory-efficient"
+    assert texts[1] == f"attention sdpa: {rule}"
+    others = f"; others for it: {left}; auto takes torch's, since none was timed here" if left else ""
+    assert texts[0].partition(" (scripts")[0] == f"attention auto: {rule}{others}"
+    assert "timed here (scripts/doctor.py --full does)" in texts[0] or not left
+
+
+@pytest.mark.parametrize("head_size", [128, 20])
+def test_torch_is_asked_which_of_its_kernels_it_chooses(head_size):
+    """The CPU's stand for a GPU's: flash, or all scores where that is switched off."""
+    for kernel, words in ((SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "the plain one")):
+        with sdpa_kernel(kernel):
+            assert torchs_choice(CPU, torch.bfloat16, head_size, ring=False) == (words, words)
+
+
+@pytest.mark.parametrize("is_flash", [True, False])
+def test_a_ring_says_which_of_torchs_operators_it_calls(monkeypatch, is_flash):
+    monkeypatch.setattr(attention_kernels, "has_flash", {CPU: is_flash}.__getitem__)
+    first = "flash" if is_flash else "memory-efficient"
+    assert torchs_choice(CPU, torch.bfloat16, 128, ring=True) == (first, "memory-efficient")
+    assert torchs_choice(CPU, torch.float32, 128, ring=True) == ("memory-efficient", "memory-efficient")
+
+
+def test_gpus_that_differ_are_not_said_to_choose_alike():
+    text = explained("auto", "cuda", torch.bfloat16, 128, [(8, 9), (12, 0)], False)
+    assert "for each call as torch's own rules say; others for it: cudnn, flash-attn, sage" in text
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,17 @@ AMPERE = (8, 0)
 MAX_FLASH_HEAD = 256
 #: Devices on which torch's flash kernel was tried and failed.
 WITHOUT_FLASH: set[torch.device] = set()
+#: Torch's kernels in words.
+IN_WORDS = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's",
+    SDPBackend.MATH: "the plain one",
+}
+#: What attends with a mask in a hop of a ring.
+MASKED_HOPS = SDPBackend.EFFICIENT_ATTENTION
+#: Tokens and heads of the call that torch is asked about; its choice depends on neither.
+ASKED = 200, 2
 #: Torch's kernels whose place an activated one (kernel_table.activated) does not take.
 NOT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -61,6 +72,21 @@ def _takes_groups(q: Tensor, mask: Tensor | None) -> bool:
         return q.device.type == "meta" or (q.device.type == "cpu" and has_torch(*CPU_GROUPS))
     able = mask is None and q.dtype in HALF and q.shape[-1] <= MAX_FLASH_HEAD
     return able and torch.version.hip is None and has_flash(q.device)
+
+
+def torchs_choice(device: torch.device, dtype: torch.dtype, head_size: int, ring: bool) -> tuple[str, str]:
+    """Return in words which of torch's kernels attends on this device: without a mask, and with one. Nothing
+    is computed. ``ring``: in the hops of a ring, which call torch's operators themselves (_lse_kernel)."""
+    if ring:
+        is_flash = dtype != torch.float32 and has_flash(device)
+        kernels = SDPBackend.FLASH_ATTENTION if is_flash else MASKED_HOPS, MASKED_HOPS
+    else:
+        tokens, heads = ASKED
+        q = torch.empty(1, tokens, heads, head_size, dtype=dtype, device=device).transpose(1, 2)
+        mask = torch.empty(1, 1, 1, tokens, dtype=torch.bool, device=device)
+        kernels = tuple(SDPBackend(aten._fused_sdp_choice(q, q, q, each)) for each in (None, mask))
+    plain, masked = (IN_WORDS[kernel] for kernel in kernels)
+    return plain, masked
 
 
 @contextmanager

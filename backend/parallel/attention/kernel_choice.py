@@ -12,7 +12,7 @@ import torch
 
 from ...errors import reason
 from ...hardware.gpu_kernels import Capability
-from .kernel_table import HALF, KERNELS, MIN_APPROXIMATE_KEYS, Kernel, kernel_of
+from .kernel_table import HALF, KERNELS, MIN_APPROXIMATE_KEYS, TORCH, Kernel, kernel_of
 
 #: The remedy that always helps, as the end of a sentence.
 REMEDY = "set attention to auto."
@@ -131,17 +131,46 @@ def explained(
     head_size: int,
     capabilities: Iterable[Capability],
     ring: bool,
+    torchs: tuple[str, str] | None = None,
 ) -> str:
-    """Say which kernel computes the attention of a model and why, for the node; no package is imported."""
+    """Say which kernel computes the attention of a model and why, for the node; no package is imported.
+    ``torchs``: which of its own kernels torch chooses without a mask and with one, where that is known."""
     kernel = kernel_of(name)
-    against = kernel.call and _not_able(kernel, device, dtype, head_size, set(capabilities), ring)
+    capabilities = set(capabilities)
+    against = kernel.call and _not_able(kernel, device, dtype, head_size, capabilities, ring)
     if against:
         return f"attention is {name}, {against}"
     if kernel.call is None:
-        where = "on the CPU" if device != "cuda" else "for each call as torch's own rules say"
-        return f"attention {name}: {kernel.what}, exact, {where}"
+        text = f"attention {name}: {kernel.what}, exact, {_torchs_rule(device, torchs)}"
+        others = _others(device, dtype, head_size, capabilities, ring) if name != TORCH else ""
+        return text + others
     kind = "exact" if kernel.exact else "approximate"
     merged = ", whose log-sum-exp the ring merges by" if ring else ""
     keys = "keys in a hop of the ring" if ring else "keys"
     few = "" if kernel.exact else f" or fewer than {MIN_APPROXIMATE_KEYS:,} {keys}"
     return f"attention {name}: {kernel.what}, {kind}{merged}; torch's own where there is a mask{few}"
+
+
+def _torchs_rule(device: str, torchs: tuple[str, str] | None) -> str:
+    """Say which of torch's kernels that is."""
+    if device != "cuda":
+        return "on the CPU"
+    if torchs is None:
+        return "for each call as torch's own rules say"
+    plain, masked = torchs
+    same = "with a mask too" if plain == masked else f"with a mask {masked}"
+    return f"on these GPUs {plain}, {same}"
+
+
+def _others(device, dtype, head_size, capabilities, ring) -> str:
+    """Say which kernels of the table auto leaves, and why, as the end of a text; empty where it has none."""
+    able = [
+        (name, row.exact)
+        for name, row in KERNELS.items()
+        if row.call and not _not_able(row, device, dtype, head_size, capabilities, ring)
+    ]
+    if not able:
+        return ""
+    listed = ", ".join(name if is_exact else f"{name} (approximate)" for name, is_exact in able)
+    why = "auto takes torch's, since none was timed here (scripts/doctor.py --full does)"
+    return f"; others for it: {listed}; {why}"
