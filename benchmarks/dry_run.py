@@ -221,15 +221,16 @@ def loaded(family: str, config: ParallelConfig, mesh: Mesh) -> LoadedModel:
     return engine.models["model"]
 
 
-def run(family: str, method: str, ranks: int, rank: int) -> DryRun:
-    """Run as one rank. Raises ConfigError and UnsupportedError where the degree does not fit."""
+def run(family: str, method: str, ranks: int, rank: int, attention: str = "auto") -> DryRun:
+    """Run as one rank, with that kernel. Raises ConfigError and UnsupportedError where the degree does not
+    fit."""
     config = METHODS[method].config(ranks)
     count = Count()
     with meta_fsdp(config, rank) as gathers, meta_device(count):
         mesh = replace(launches.mesh_of(config, rank), weights=gathers.mesh)
         model = loaded(family, config, mesh)  # not in inference mode, whose tensors FSDP2 cannot shard
         with torch.inference_mode():
-            request = built(family, config, model, STEPS)
+            request = built(family, config, model, STEPS, attention)
             held = list(tensors_of(model))
             meter = Meter(iter(held), gathers, count)
             with counting_attention(meter), running(model, request) as runner, meter:
@@ -264,9 +265,11 @@ def prompt_bytes(model: LoadedModel) -> int:
     return sum(each.bytes for each in every if isinstance(each, CachedLayer) and each.kind == "prompt")
 
 
-def built(family: str, config: ParallelConfig, model: LoadedModel, steps: int) -> Request:
+def built(
+    family: str, config: ParallelConfig, model: LoadedModel, steps: int, attention: str = "auto"
+) -> Request:
     """Return the request of a usual size, with a prompt for each CFG rank."""
-    sample = request_of(family, model.weights.checkpoint, steps)
+    sample = replace(request_of(family, model.weights.checkpoint, steps), attention=attention)
     if config.cfg_degree > 1:
         sample = guided(sample)
     return build(sample, config, model.family, model.config, model.dtype, META)
