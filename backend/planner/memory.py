@@ -66,7 +66,8 @@ def _held(
     loras = request.loras.and_of(request.other_loras) if others else request.loras
     weights += _loras(shape, plan, loras, share)
     activations = _activations(shape, plan, request, share)
-    transient = activations + _gathered(shape, plan, request) + shape.scratch
+    scratch = shape.scratch + (shape.scratch_of_cuts if plan.tensor_parallel_degree > 1 else 0)
+    transient = activations + _gathered(shape, plan, request) + scratch
     return HeldBytes(
         weights=weights, keys=_keys(shape, plan, request, share), transient=transient, activations=activations
     )

@@ -114,11 +114,12 @@ class ModelShape:
     """A transformer. rest: bytes of weights outside of its blocks. itemsize: bytes of a number in which it
     computes. joint: text is in the sequence of self-attention. patch: latent pixels of a token (T, H, W).
     pixels: frames, and pixels along each side, of a latent pixel (T, H, W); one frame for images. scratch:
-    bytes in which one quantized weight is dequantized, or multiplied some tokens at a time. whole_only: why
+    bytes in which one quantized weight is dequantized, or multiplied some tokens at a time; scratch_of_cuts:
+    what tensor parallelism takes besides, whose ranks compare the inputs of a native product. whole_only: why
     it runs with CFG and data parallelism only, or empty; tensor: whether matrices can be cut. is_quantized:
     weights stay as the file stores them, with LoRAs next to them. sharding_needs: what the ranks' torch lacks
-    to shard these weights, or empty. rings: whether ranks have ring attention. compiles: whether ranks
-    on GPUs can compile blocks. head_groups: of heads that tensor parallelism leaves together, where keys and
+    to shard these weights, or empty. rings: whether ranks have ring attention. compiles: whether ranks on
+    GPUs can compile blocks. head_groups: of heads that tensor parallelism leaves together, where keys and
     values have fewer than queries. static_text: keys and values of the text are cached for a request.
     kv_heads: of keys and values; 0 for as many as queries have. padded_prompt: tokens to which a shorter
     prompt is padded before cross-attention. image_features: tokens of an image that cross-attention usually
@@ -138,6 +139,7 @@ class ModelShape:
     pixels: tuple[int, int, int] = (1, 8, 8)
     activations: Activations = Activations()
     scratch: int = 0
+    scratch_of_cuts: int = 0
     whole_only: str = ""
     tensor: bool = True
     is_quantized: bool = False

@@ -66,7 +66,8 @@ class _Measured:
             patch=family.latent.patch(config),
             pixels=family.latent.pixels(config),
             activations=activations_of(self._work(), self._work(TWO) if self._cuts else None),
-            scratch=planned_scratch_bytes(held, IMAGE_TOKENS + TEXT_TOKENS),
+            scratch=_scratch_bytes(held),
+            scratch_of_cuts=self._scratch_of_cuts,
             whole_only=family.blocks.whole_only or "",
             tensor=bool(self._cuts),
             is_quantized=self.checkpoint.is_quantized,
@@ -91,6 +92,14 @@ class _Measured:
         """Say what can shard these weights; empty where this torch can."""
         found = unshardable(self.checkpoint.is_quantized, bool(self.checkpoint.family.build.float32))
         return f"torch {found[1]}, which can shard {found[0]}" if found else ""
+
+    @property
+    def _scratch_of_cuts(self) -> int:
+        """Count what one of two tensor-parallel ranks needs more than a rank with whole matrices."""
+        if not (self._cuts and self.checkpoint.is_quantized):
+            return 0
+        cut = held_parameters(self.checkpoint, self._cuts, self.dtype, self.choices)
+        return max(0, _scratch_bytes(cut) - _scratch_bytes(self._parameters))
 
     @cached_property
     def _parameters(self) -> list[HeldParameter]:
@@ -246,3 +255,7 @@ def _held(parameters: Collection[HeldParameter]) -> dict[str, Any]:
         "dequantizing": sum(each.moved for each in parameters),
         "kernels": sum(each.kernels for each in parameters),
     }
+
+
+def _scratch_bytes(held: list[HeldParameter]) -> int:
+    return planned_scratch_bytes(held, IMAGE_TOKENS + TEXT_TOKENS)

@@ -10,7 +10,8 @@ from fake_memory import GB, FakeMemory
 from headers import opened
 
 from backend.config import ParallelConfig
-from backend.planner.machine import TOKENS_AT_ONCE
+from backend.planner.machine import TOKENS_AT_ONCE, RequestEstimate
+from backend.planner.memory import held
 from backend.protocol import ModelCall, Sample
 from backend.quantization import kernels
 from backend.quantization.kernels import MatmulChoice
@@ -20,6 +21,7 @@ from backend.rank_plan import describe
 from backend.rank_plan.need import Need, load_need
 from backend.rank_plan.remedies import remedies
 from backend.rank_plan.request_size import RequestSize, size_of
+from backend.rank_plan.shape_of import shape_of
 from backend.sampling.model_inputs import run_config
 from backend.sampling.runs import Prepared
 
@@ -94,6 +96,21 @@ def test_a_request_is_planned_with_the_products_that_were_chosen(monkeypatch):
     monkeypatch.setattr(kernels, "_may_fuse", lambda: False)
     tokens, widest = SIZE.tokens, 15360
     assert scratch(native) == tokens * widest + kernels.BYTES_PER_FLOAT8_VALUE * kernels.CHUNK
+
+
+def test_auto_counts_what_ranks_hold_that_compare_inputs(monkeypatch):
+    """Of native products whose columns tensor parallelism cuts: 168 MB of int8."""
+    monkeypatch.setattr(kernels, "_may_fuse", lambda: True)
+    quantized = opened("var__flux2-klein-9b_int8_convrot")
+    weights = [name for name in quantized.parameters if name.endswith("weight")]
+    native = dict.fromkeys(weights, MatmulChoice(kernels.int8, "asked for"))
+    shape = shape_of(quantized, BF16, native)
+    request = RequestEstimate(SIZE.image_tokens, SIZE.text_tokens, 20, 1)
+    for ranks, most in ((1, 0), (2, 5 * kernels.COMPARED)):
+        config = ParallelConfig(tensor_parallel_degree=ranks)
+        counted = {plan.scratch_bytes for plan in describe(config, quantized, SIZE, BF16, native)}
+        planned = held(shape, config, request)
+        assert counted == {planned.transient - planned.activations} == {most}
 
 
 def test_a_call_is_looked_at_again_after_a_load(flux):
