@@ -31,7 +31,8 @@ from .magnitudes import WeightScales, weight_scales, with_magnitudes
 Stack = tuple[LoraUse, ...]
 #: What is in weights of which a change has failed: no stack that anybody asks for.
 UNKNOWN: Stack = (LoraUse("", 0.0),)
-#: Values of a sharded parameter that change at a time: 16 to 20 MB of a device, which no plan counts.
+#: Values of a sharded parameter that change at a time: 16 to 20 MB of a device, before a request has keys,
+#: values and activations (Engine.prepare_sample). Plans count those, which are more.
 RUN_VALUES = 1 << 20
 #: LoRAs of a model that stay open with their keys sorted (0.1 s for Qwen-Image Lightning), or all of a longer
 #: stack. Each holds a descriptor of its file.

@@ -23,7 +23,8 @@ from .lora_products import HeldProducts, LoraChange, MatrixShard, first_unscaled
 
 #: Added to norms, as in ComfyUI.
 EPSILON = torch.finfo(torch.float32).eps
-#: Most values of a weight that are followed at a time: 16 MB, of which there are a few with a change.
+#: Most values of a weight that are followed at a time: 16 MB, of which there are up to six with a change
+#: (tests/unit/test_lora_products.py), before a request has activations, as in lora_fusion.RUN_VALUES.
 MAX_VALUES = 1 << 22
 
 
