@@ -5,6 +5,7 @@ Stand-ins for GPUs are CPU tensors that say they are CUDA's: the dispatcher is t
 
 import importlib.util
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
@@ -186,6 +187,18 @@ def test_results_that_its_types_do_not_name_fail_its_trial(packages):
     fails = kernel_trial.failure("flash-attn-4", torch.bfloat16, 64, True, CPU)
     assert refused("flash-attn-4") is None
     assert bool(fails) != has_torch(*table.TAKES_ALL_RESULTS)
+
+
+@pytest.mark.parametrize("results", [0, 2], ids=["torch 2.14", "torch 2.13"])
+def test_another_version_is_named_where_the_trial_fails(monkeypatch, results):
+    """Of its kernels none is built for a GPU, and versions before 4.0.0b11 have no heads of 256 on 10.x."""
+    kernel = replace(KERNELS["flash-attn-4"], results=results)
+    monkeypatch.setitem(KERNELS, "flash-attn-4", kernel)
+    why = "AssertionError: (head_dim, head_dim_v)=(256, 256) is not supported on SM100/SM110."
+    refusal = kernel_trial.refusal("flash-attn-4", [why])
+    assert why in refusal and refusal.endswith(
+        f"; run: {install_command([kernel.package])}, or set attention to auto."
+    )
 
 
 def test_the_early_version_among_the_files_of_flash_attention_2_is_named(packages):

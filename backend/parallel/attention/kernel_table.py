@@ -214,7 +214,7 @@ KERNELS = {
         call=flash_of_torch,
         module="flash_attn.cute.interface",
         function="_flash_attn_fwd",
-        package="flash-attn-4" if has_torch(*TAKES_ALL_RESULTS) else "flash-attn-4==4.0.0b18",
+        package="flash-attn-4>=4.0.0b11" if has_torch(*TAKES_ALL_RESULTS) else "flash-attn-4==4.0.0b18",
         parameter="return_lse",
         older="the early FlashAttention 4 of FlashAttention 2.8, whose function torch cannot call",
         results=0 if has_torch(*TAKES_ALL_RESULTS) else 2,

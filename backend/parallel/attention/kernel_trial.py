@@ -97,10 +97,12 @@ def refusal(name: str, failures: list[str]) -> str:
     """Say that a kernel fails on some ranks; empty where it does on none."""
     if not failures:
         return ""
-    package = kernel_of(name).module
+    kernel = kernel_of(name)
+    package = kernel.module
     remedy = f"install a {package} that was built for this GPU" if package else "update torch or the driver"
-    if kernel_of(name).results:  # what it returns may be more than its annotation says
-        remedy = kernel_of(name).install
+    is_built_where_it_runs = kernel.torch_impl and kernel.package
+    if is_built_where_it_runs:  # FlashAttention 4, of which versions differ in results and in heads
+        remedy = kernel.install
     why = f"attention is {name}, which was tried and fails ({'; '.join(failures)})"
     return f"{why}; {remedy}, or set attention to auto."
 
