@@ -87,12 +87,16 @@ class Models(Clock, ABC):
 
         return self.cached(("tiny", family), write), *families.golden(f"{family}__euler_simple")
 
-    def distance_from_comfyui(self, family: str, samples: Tensor, golden: Tensor) -> float:
-        """Return the largest distance of a latent from ComfyUI's, in its standard deviations."""
+    def distances_from_comfyui(
+        self, family: str, sample: Sample, samples: Tensor, golden: Tensor
+    ) -> tuple[float, float]:
+        """Return how far a request's latent is from ComfyUI's: at most, in its standard deviations, and
+        relative."""
         import families
         import tiny
 
-        return tiny.error_in_std(families.to_vae_units(family, samples), golden)
+        latent = families.to_vae_units(family, samples, sample.latent_shapes)
+        return tiny.error_in_std(latent, golden), tiny.relative(latent, golden)
 
     def flux(self) -> Path:
         """Write the mid-size Flux: random weights, bf16 on GPUs, float32 on the CPU."""

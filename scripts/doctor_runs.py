@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import doctor_families
 import doctor_models
 import torch
 from doctor_degrees import FAMILIES, TELLING, fitting, methods, named
@@ -14,7 +15,7 @@ from doctor_flux_files import flux_files
 from doctor_kernels import compiled, kernels
 from doctor_lab import Lab, relative
 from doctor_life import life
-from doctor_limits import BF16_RATIO, EXACT, USUAL, approximation
+from doctor_limits import BF16_RATIO, COMFYUI, EXACT, USUAL, approximation
 from doctor_links import links
 from doctor_memory import memory
 from doctor_next import ABOVE_USUAL
@@ -28,10 +29,6 @@ from doctor_time import DEFAULT_MINUTES, EARLIER_SECONDS, STEP_SECONDS, Plan, mi
 
 from backend.config import ParallelConfig
 from backend.hardware.gpu_sharing import SHARED_GPU
-
-#: Largest distance of one rank from ComfyUI's latent, in standard deviations: 1e-4 on the CPU; attention of
-#: random weights is sharp, and other kernels add in another order.
-COMFYUI = 2e-3
 
 
 def reference(lab: Lab, family: str, dtype: str) -> torch.Tensor:
@@ -52,7 +49,7 @@ def one_rank(lab: Lab) -> Found:
 def _one_rank(lab: Lab, family: str) -> Finding:
     path, sample, golden = lab.tiny(family)
     run = lab.run(ParallelConfig(), path, sample, "fp32")
-    distance = lab.distance_from_comfyui(family, run.samples, golden)
+    distance, _ = lab.distances_from_comfyui(family, sample, run.samples, golden)
     drift = relative(reference(lab, family, "bf16"), reference(lab, family, "fp32"))
     text = f"{family}: float32 is {distance:.1e} standard deviations from ComfyUI's latent"
     status = OK if distance <= COMFYUI else PROBLEM
@@ -61,7 +58,7 @@ def _one_rank(lab: Lab, family: str) -> Finding:
 
 
 def all_methods(lab: Lab) -> Found:
-    """Every method and family against one rank."""
+    """Every method against one rank, and then families once each, as long as there is time."""
     if lab.ranks == 1:
         text = "not run: one rank; parallel methods need two GPUs, or share one (--ranks 2)"
         yield Finding("methods", WARNING, text)
@@ -76,12 +73,20 @@ def all_methods(lab: Lab) -> Found:
     in_bf16 = run if lab.ranks == 2 and not lab.is_short else run[:1]
     if lab.is_short and lab.ranks == 2:
         lab.left_out += [f"{family} in bf16" for family in run if family not in in_bf16]
-    for turn in while_time(lab, turns):
+    of_once = doctor_families.runs(lab)
+    if lab.is_short:
+        lab.left_out += [*of_once, doctor_families.HALVES]  # families until they have run
+    for turn in while_time(lab, [*turns, *([] if lab.is_short else of_once)]):
+        if turn in of_once:
+            yield from of_once[turn]()
+            continue
         name, families = turns[turn]
         for family in families:
             halves = family in in_bf16
             what = f"{name}, {family}"
             yield from possible("methods", what, _method, lab, name, configs[name], family, halves)
+    if lab.is_short:
+        yield from doctor_families.while_time_is_left(lab, of_once)
 
 
 def _in_turn(lab: Lab, configs: dict[str, ParallelConfig], of: list[str]) -> dict[str, tuple[str, list[str]]]:

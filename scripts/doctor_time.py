@@ -14,7 +14,7 @@ SECONDS = {
     "links": 25,  # a start, and what takes about ten seconds
     "one rank": 25,
     "speed of one rank": 70,  # 10 requests, and a file of 3.7 GB: 13 s on a fast disk, 37 on a slow one
-    "methods": 82,  # a start, seven changes, 88 requests of tiny models
+    "methods": 132,  # a start, eleven changes, 136 requests of tiny models, 24 of their files
     "speed": 84,  # the ranks of methods, eight changes, 60 requests
     "fp8 and int8": 46,  # two files, two starts, a change, six timed methods of five requests
     "life": 40,
@@ -44,8 +44,11 @@ SHORT_SECONDS = {
     "kernels": 24,
     "overhead compiled": 70,
 }
-#: The same of "methods" where ranks make a grid: a start, 20 to 25 changes, 116 requests; shorter 64.
-METHODS_OF_GRIDS, SHORT_METHODS_OF_GRIDS = 130, 93
+#: Of "methods", what a family with one method takes in float32: its file (53 MB in the mean), a load and a
+#: request. Two ranks took 3.2 s on two CPU cores that others used, too, of which they computed for 1.9.
+FAMILY_SECONDS = 1.5
+#: The same of "methods" where ranks make a grid: a start, 24 to 30 changes, 164 requests; shorter 64.
+METHODS_OF_GRIDS, SHORT_METHODS_OF_GRIDS = 180, 93
 #: The same of "shapes" with a block more of each model, in six files and 18 methods; shorter in two and six.
 SHAPES_OF_THREE, SHORT_SHAPES_OF_THREE = 184, 52
 #: Seconds of a step of the mid-size Flux on an H200 (docs/performance.md), for which all these are.
@@ -215,6 +218,10 @@ class Clock:
         if time.monotonic() > self.part_end:
             over = f"not run: its {self.part_seconds:.0f} s of the {self.minutes:g} minutes are over"
             raise OutOfTime(f'{over}; raise --minutes, or, to try it again: --only "{self.part}"')
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Return whether the check under way has so many seconds left."""
+        return time.monotonic() + seconds <= self.part_end
 
     def limit(self, longest: float) -> float:
         """Return until when something may go on that hangs after ``longest`` seconds (monotonic)."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import doctor
 import doctor_checks
+import doctor_families
 import doctor_lab
 import doctor_models
 import doctor_runs
@@ -146,7 +147,7 @@ class StubLab(Clock):
 
         if path.name == "flux":
             return flux_blocks_and_heads(self.size)
-        if path.name in FAMILIES:
+        if path.name in FAMILIES or path.name in doctor_families.ONCE:
             return tiny_blocks_and_heads(path.name)
         return memory.DOUBLE + memory.SINGLE, self.size.width // memory.HEAD
 
@@ -203,8 +204,8 @@ class StubLab(Clock):
         run = self.run(config, path, request(2), **how)
         return 1.0 / (1 + (config.world_size > 1)), run
 
-    def distance_from_comfyui(self, family, samples, golden):
-        return (samples - golden).abs().max().item()
+    def distances_from_comfyui(self, family, sample, samples, golden):
+        return (samples - golden).abs().max().item(), doctor_lab.relative(samples, golden)
 
     def machine(self):
         return Machine("CPU", 1e12, 1e12, 1e10, 1e9, {2: 1e9}, rings={2: 1e9})

@@ -33,8 +33,8 @@ class Wrong(StubLab):
     def step_seconds(self, config, path, request, **how):
         return 1.0 + (config.world_size > 1), self.run(config, path, request(2), **how)
 
-    def distance_from_comfyui(self, family, samples, golden):
-        return 1.0
+    def distances_from_comfyui(self, family, sample, samples, golden):
+        return 1.0, 1.0
 
 
 class Ending(StubLab):

@@ -123,7 +123,7 @@ def test_ten_minutes_have_time_for_what_the_page_says(ranks, short_for):
     plan = doctor_time.in_order(names, 10.0, 20.0, ranks=ranks)
     assert plan.fitting == names[: len(names) - short_for]
     enough = doctor_time.minutes_of(names, 20.0, ranks)
-    where = "on two GPUs" if ranks == 2 else "on three, four, six and eight"
+    where = "on two and three GPUs" if ranks < 4 else "on four, six and eight"
     page = " ".join((doctor.ROOT / "docs" / "performance.md").read_text().split())
     assert re.search(rf"`--minutes {enough}`[^.`]* {where}[.,]", page)
     more = f"on four, six and eight, which have more methods, for all but {names[-1]}"
@@ -224,6 +224,9 @@ def test_methods_and_speed_share_their_ranks():
         def run(self, config, *args, **how):
             ranks.append(config.world_size)
             return super().run(config, *args, **how)
+
+        def distances_from_comfyui(self, family, sample, samples, golden):
+            return 0.0, 0.0  # else one rank would tell whose fault it is
 
         def cached(self, key, make):
             if key not in known:
