@@ -1,6 +1,11 @@
 """How long a step takes on one rank of this machine, so that several can be compared with it. Every run on
 one rank is noted in a file of ComfyUI's user folder; nothing is measured for its sake. Where there was none,
-the planner's estimate stands in, by what it has measured before."""
+the planner's estimate stands in, by what it has measured before.
+
+Auto chooses no plan by these seconds. They are of one plan: next to estimates of the others they would tell
+how far estimates are off, and not which plan is faster. Estimates that are all scaled by them have the same
+plan for the fastest (tests/unit/test_plan_order.py). And they may be of another GPU or torch, or of compiled
+blocks: ``key`` has none of these."""
 
 import hashlib
 import json
