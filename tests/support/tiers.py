@@ -9,6 +9,7 @@ import pytest
 #: FILE or FILE::TEST, below tests/ -> why the fast tier leaves it out.
 LEFT_OUT = {
     "socket/test_backend_life.py": "each test starts and kills backends of its own",
+    "socket/test_doctor_full.py": "starts backends one after another, and kills a rank",
     "socket/test_faults.py": "a backend, and processes that are killed",
     "socket/test_machines.py": "backends on two hosts",
     "socket/test_serve.py::test_status_sample_bench_and_stop": "starts a backend",
