@@ -42,6 +42,7 @@ from .quantization.matmul import Product, capability_of, choose_all, summary, wa
 from .quantization.packed_weight import free_scratch, read_factors
 from .rank_plan import RequestSize, describe
 from .runtime import callbacks
+from .sampling.describe_validation import check_workload
 from .sampling.model_call import build_call, check_call, samples_of_replicas
 from .sampling.model_inputs import ModelInputs
 from .sampling.model_runner import LoadedModel
@@ -49,7 +50,7 @@ from .sampling.request import build
 from .sampling.runs import Prepared, call_model, run_request
 from .sampling.step_loop import Callbacks
 from .sampling.tensor_validation import check_numbers, check_result
-from .sampling.validation import RequestTarget, check_degrees, check_sample, check_workload, refusing
+from .sampling.validation import RequestTarget, check_degrees, check_sample, refusing
 from .serving.argument_cache import ArgumentCache
 
 #: Names of models with LoRAs that are known at once; one more takes the place of the oldest.
@@ -274,7 +275,7 @@ class Engine:
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
         tokens = check_workload(message, config, family=checkpoint.family, model_config=checkpoint.config)
-        request = RequestSize(tokens, message.text_tokens, prompts=message.prompts)
+        request = RequestSize(tokens, message.text_tokens, message.batch, message.prompts)
         plans = describe(config, checkpoint, request, model.dtype, model.choices)
         return [plan.as_dict() for plan in plans]
 

@@ -32,7 +32,7 @@ WATCHED = (
     *("config", "rank/leader", "rank/worker"),
     *("serving/server", "serving/argument_cache", "loading/lora/lora_keys", "loading/lora/lora_spellings"),
     *("sampling/validation", "sampling/tensor_validation", "sampling/guidance", "sampling/request"),
-    *("sampling/model_call", "sampling/model_inputs"),
+    *("sampling/model_call", "sampling/model_inputs", "sampling/describe_validation"),
 )
 #: Different crashes after which it ends.
 MAX_CRASHES = 20

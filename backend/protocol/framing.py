@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from . import tensor_body as bodies
-from .messages import MESSAGES, ProtocolError
+from .messages import MESSAGES
+from .protocol_errors import ProtocolError
 
 MAGIC = b"PDT1"
 PREFIX = struct.Struct("!4sIQ")

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from ..config import AXES, OF_RANKS
-from ..errors import SHORT
 
 #: Changes where a field of the messages has another meaning.
 MEANING = 4
@@ -14,26 +13,6 @@ LORAS = "+"
 #: ComfyUI's names of the ways to place reference latents; the model argument ``ref_latents_method`` travels
 #: as an index into them.
 REFERENCE_METHODS = ("offset", "index", "index_timestep_zero", "uxo", "negative_index")
-
-
-class ProtocolError(ConnectionError):
-    """The peer does not speak this protocol; the connection is closed."""
-
-    __module__ = SHORT
-
-
-class BackendError(RuntimeError):
-    """The backend ended or cannot be reached; the message names the rank and the log where they are known."""
-
-    __module__ = SHORT
-
-
-class RefusedError(ValueError):
-    """The backend refused a request and stays warm; the message says what, why and the remedy. ``lacking``:
-    rank -> bytes that should be free on its device, where there was too little."""
-
-    __module__ = SHORT
-    lacking: dict[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -119,7 +98,8 @@ class Loaded:
 @dataclass(frozen=True)
 class Describe:
     """Ask what each rank would hold and send while ``model`` is sampled so; nothing is computed. ``latent``:
-    [C, [T,] H, W], of the first where there are several; ``prompts``: 2 with a negative one."""
+    [C, [T,] H, W], of the first where there are several; ``prompts``: 2 with a negative one; ``batch``:
+    samples of the latent; ``references``: [T, H, W] of each reference latent."""
 
     model: str
     latent: list
@@ -128,6 +108,8 @@ class Describe:
     num_pipeline_patch: int = 0
     stale_kv: str = "reuse"
     wire: str = "full"
+    batch: int = 1
+    references: list = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..parallel.attention import kernel_choice, kernel_table
 from ..parallel.attention.ring_library import ring_unavailable
 from ..parallel.wire_bytes import FULL
 from ..planner.config_changes import named_change
-from ..protocol import Describe, Sample
+from ..protocol import Sample
 from ..protocol.solver_names import BROWNIAN, NEEDS_NEGATIVE, PERCENTS
 from ..runtime.torch_version import torch_version, unshardable
 from ..shares import shard_sizes
@@ -27,7 +27,7 @@ from .guidance import branch_of, names
 from .model_inputs import ModelInputs, inputs_of, run_config
 from .prediction import FLOW, PREDICTIONS
 from .solver_registry import SOLVER_FUNCTIONS, Problem, is_finite, needs_percent_sigmas
-from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers, is_latent
+from .tensor_validation import FLOATS, check_arguments, check_latent, check_numbers
 
 #: Numbers that float32 holds with room to spare.
 MAX_NUMBER = 1e30
@@ -35,8 +35,6 @@ MAX_NUMBER = 1e30
 MAX_CFG = 1e6
 #: Steps, as many as ComfyUI's own nodes allow.
 MAX_STEPS = 10_000
-#: Sides of a latent and tokens of a prompt that are described: numbers without a tensor.
-MAX_SIDE = 1 << 16
 
 
 @contextmanager
@@ -306,28 +304,6 @@ def check_family(family: Family, config: ParallelConfig):
                 f"parallelism only: it has no family file, and {family.blocks.whole_only}. Set cfg_degree or "
                 f"data_parallel_degree instead; docs/adding_a_model.md says how to add a family."
             )
-
-
-def check_workload(message: Describe, config: ParallelConfig, family: Family, model_config: dict) -> int:
-    """Count the tokens of the latent in a Describe; refuse one that is none. Raises UnsupportedError."""
-    latent = message.latent
-    nested = family.latent.nested
-    channels = nested.channels(model_config)[0] if nested else family.latent.channels(model_config)
-    if not is_latent(latent, channels) or max(latent) > MAX_SIDE:
-        raise UnsupportedError(
-            f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
-            f"channels, [frames,] height, width), sides of at most {MAX_SIDE}."
-        )
-    prompts = message.prompts in (1, 2) and message.prompts >= config.cfg_degree
-    if not prompts or not 0 <= message.text_tokens <= MAX_SIDE:
-        raise UnsupportedError(
-            f"cannot describe {message.prompts} prompts of {message.text_tokens} tokens under cfg_degree "
-            f"{config.cfg_degree}; give one or two of at most {MAX_SIDE} tokens, and two under cfg_degree 2."
-        )
-    grid = TokenGrid(tuple(latent), family.latent.patch(model_config))
-    check_patches(config, grid)
-    check_wire(config.validate(), family)
-    return grid.tokens
 
 
 def check_patches(config: ParallelConfig, grid: TokenGrid | NestedGrid):

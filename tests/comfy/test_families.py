@@ -15,7 +15,7 @@ from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Describe, Loaded
-from backend.sampling.validation import check_workload
+from backend.sampling.describe_validation import check_workload
 
 with comfy_modules():
     import comfy.model_detection

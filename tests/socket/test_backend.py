@@ -219,6 +219,10 @@ def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoin
         plans = describe(config, open_checkpoint(checkpoint), size, torch.float32)
         assert told.ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
         assert len(told.ranks[0]["patches"]) == patches
+    several = protocol.Describe(model, [16, 64, 48], 100, 1, batch=3, references=[[1, 32, 48], [1, 2, 3]])
+    size = RequestSize(768 + 384 + 2, 100, batch=3, prompts=1)
+    plans = describe(ParallelConfig(pipefusion_degree=2), open_checkpoint(checkpoint), size, torch.float32)
+    assert backend.describe(several).ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
     asked = protocol.Describe(model, [16, 64, 48], 100, 1)
     for changes in (
         {"latent": [4, 64, 48]},

@@ -197,6 +197,11 @@ def test_a_loop_of_links_is_refused(says, checkpoint, tmp_path):
         ({"num_pipeline_patch": 10**9}, "more than the 16 tokens"),
         ({"num_pipeline_patch": 10**9, "latent": [16, 65536, 65536]}, "use at most 4096"),
         ({"stale_kv": "\ud800"}, "stale_kv is"),
+        ({"batch": 0}, "cannot describe 0 samples"),
+        ({"batch": 10**20}, "give 1 to 65536"),
+        ({"references": [[1, 8]]}, r"references to describe are \[\[1, 8\]\]"),
+        ({"references": [[1, 8, 10**20]]}, "references to describe are"),
+        ({"references": [[1, 8, 8]] * 65}, "at most 64 lists"),
     ],
     ids=str,
 )
