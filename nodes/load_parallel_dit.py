@@ -20,11 +20,11 @@ from .graph.queued_graph import executed, queued, samplers_of, source, validated
 from .host import handle
 from .host.auto_plan import run_planned
 from .host.device import check_device
-from .host.graph_requests import loaded_models, request_of_graph
+from .host.graph_requests import loaded_models, request_of_graph, requests_of_graph
 from .host.guidance import guidance_of, skips_negative
 from .host.handle import ParallelDiT
 from .host.model_files import model_choice_of, model_folders, model_paths
-from .host.plan_report import loaded_lines, request_line
+from .host.plan_report import loaded_lines, pixels_of, planned_line, request_lines
 from .host.progress import NodeStatus, node_text
 from .host.refusals import errors_on_node
 from .host.report import shown
@@ -138,10 +138,9 @@ class LoadParallelDiT(io.ComfyNode):
             require_dependencies(python=ranks_python())
         pool.allow(*model_folders())
         dit = _load(config, choice, graph, key)
-        prompts = 1 if guidance and all(skips_negative(*each) for each in guidance) else 2
-        of_graph = partial(request_of_graph, graph, key)
-        line = request_line(dit, max(prompts, dit.config.cfg_degree), of_graph)
-        lines = [*_unused(config, graph, key), *dit.lines, *loaded_lines(dit), line]
+        requests = requests_of_graph(graph, key, pixels_of(dit))
+        plan = [planned_line(requests, dit), *dit.lines] if dit.lines else []
+        lines = [*_unused(config, graph, key), *plan, *loaded_lines(dit), *request_lines(dit, requests)]
         node_text()("\n".join(lines))
         return io.NodeOutput(dit, ui=shown(lines))
 

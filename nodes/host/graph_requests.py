@@ -1,12 +1,12 @@
 """What a queued graph says of a request before its sampler runs: constants of the nodes after a loader."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...backend.client.auto.model_choice import ModelChoice
 from ...backend.parallel.stage_split import TEXT_TOKENS
-from ...backend.planner.machine import RequestEstimate
+from ...backend.planner.machine import RequestEstimate, Sides
 from ...backend.planner.model_shape import ModelShape
 from ...backend.quantization.lora_bytes import LoraBytes
 from ..graph.graph_references import references
@@ -33,6 +33,39 @@ LORAS = {
 SPLIT, SPLIT_BY_PART = "SplitSigmas", "SplitSigmasDenoise"
 #: Numbers in a text of sigmas, as ComfyUI's ManualSigmas reads them.
 SIGMA = re.compile(r"[-+]?(?:\d*\.*\d+)")
+#: Inputs of a sampler that its steps follow from.
+STEP_INPUTS = ("steps", "start_at_step", "end_at_step")
+
+
+@dataclass(frozen=True)
+class GraphRequest:
+    """The request of a sampler as constants of its graph tell it.
+
+    size: of its latent, in pixels. sides: (T, H, W) of that latent. references: those of reference latents.
+    cfg: None where it is linked, so that prompts (1 or 2 of a call) are assumed. drained: each step is a call
+    of its own, as under Parallel Model. has_size, has_steps: the graph tells them; else they are assumed.
+    """
+
+    size: LatentSize
+    sides: Sides
+    steps: int
+    prompts: int
+    cfg: float | None = None
+    drained: bool = False
+    references: tuple[Sides, ...] = ()
+    has_size: bool = False
+    has_steps: bool = False
+
+    def estimate(self, shape: ModelShape) -> RequestEstimate:
+        """Return the request as the planner counts it for a model of this shape, without LoRAs."""
+        about = RequestEstimate(
+            text_tokens=TEXT_TOKENS,
+            steps=self.steps,
+            prompts=self.prompts,
+            batch=self.size.batch,
+            drained=self.drained,
+        )
+        return request_estimate(shape, self.sides, self.references, about)
 
 
 def loaded_models(graph: dict, besides: str = "") -> set[ModelChoice]:
@@ -51,33 +84,50 @@ def unnamed(models: list[ModelChoice], graph: dict) -> ModelChoice | None:
 def request_of_graph(graph: dict, key: str, shape: ModelShape) -> RequestEstimate:
     """Return the request of the first sampler that the loader ``key`` feeds, and those of its others as
     ``then``, as far as constants tell them."""
+    loras, others = _lora_bytes(graph, key) if shape.is_quantized else (LoraBytes(), LoraBytes())
+    requests = requests_of_graph(graph, key, shape.pixels)
+    estimates = (each.estimate(shape) for each in requests)
+    first, *further = (replace(each, loras=loras, other_loras=others) for each in estimates)
+    return replace(first, then=tuple(further))
+
+
+def requests_of_graph(graph: dict, key: str, pixels: Sides) -> list[GraphRequest]:
+    """Return the requests of the samplers that the loader ``key`` feeds, those of Parallel Model last; a
+    usual one where it feeds none. ``pixels``: frames, and pixels along each side, of a value of its latent.
+    """
     fed = [other for other, node in graph.items() if _is_sampler(node) and loader_of(graph, other) == key]
     fed = [other for other in fed if not _is_for_a_schedule(graph, other)]
     fed.sort(key=partial(_is_model, graph))
-    first, *others = (_request_of(graph, key, sampler, shape) for sampler in fed or [""])
-    return replace(first, then=tuple(others))
+    return [_request_of(graph, sampler, pixels) for sampler in fed or [""]]
 
 
-def _request_of(graph: dict, loader: str, sampler: str, shape: ModelShape) -> RequestEstimate:
+def _request_of(graph: dict, sampler: str, pixels: Sides) -> GraphRequest:
     drained = _is_model(graph, sampler)
     sampler = _sampler_of(graph, sampler) if drained else sampler
     inputs = constants(graph, sampler)
-    sizes = GraphSizes(graph, shape.pixels, VIDEO if shape.is_video else IMAGE)
-    latent = sizes.of(sampler)
+    usual = VIDEO if pixels[0] > 1 else IMAGE
+    sizes = GraphSizes(graph, pixels, usual)
+    size = sizes.of(sampler)
     guidance = guidance_of(inputs)
     has_one_prompt = skips_negative(*guidance) if guidance else drained
-    loras, others = _lora_bytes(graph, loader) if shape.is_quantized else (LoraBytes(), LoraBytes())
-    about = RequestEstimate(
-        text_tokens=TEXT_TOKENS,
+    prompts = 1 if has_one_prompt else 2
+    return GraphRequest(
+        size=size,
+        sides=sizes.sides(size),
         steps=_steps(graph, sampler, inputs),
-        prompts=1 if has_one_prompt else 2,
-        batch=latent.batch,
+        prompts=prompts,
+        cfg=guidance[0] if guidance else None,
         drained=drained,
-        loras=loras,
-        other_loras=others,
+        references=tuple(references(graph, sampler, pixels, size)),
+        has_size=size == GraphSizes(graph, pixels, _another(usual)).of(sampler),
+        has_steps=_has_steps(graph, sampler, inputs),
     )
-    given = references(graph, sampler, shape.pixels, latent)
-    return request_estimate(shape, sizes.sides(latent), given, about)
+
+
+def _another(size: LatentSize) -> LatentSize:
+    """Return a size of another ratio and, of videos, length: what it changes is not told by the graph."""
+    length = size.length if size.length == 1 else 2 * size.length - 1
+    return replace(size, width=2 * size.width, height=3 * size.height, length=length)
 
 
 def _lora_bytes(graph: dict, loader: str) -> tuple[LoraBytes, LoraBytes]:
@@ -132,6 +182,14 @@ def _steps(graph: dict, sampler: str, inputs: dict) -> int:
     first = positive(inputs, "start_at_step", default=0)
     end = positive(inputs, "end_at_step", default=steps)
     return max(1, min(end, steps) - first)
+
+
+def _has_steps(graph: dict, sampler: str, inputs: dict) -> bool:
+    """Return whether the graph tells the steps that a sampler with these constant ``inputs`` makes."""
+    if source(graph, sampler, "sigmas"):
+        return _scheduled(graph, sampler) > 0
+    given = graph.get(sampler, {}).get("inputs", {})
+    return "steps" in inputs and all(name in inputs for name in STEP_INPUTS if name in given)
 
 
 def _scheduled(graph: dict, sampler: str) -> int:

@@ -1,52 +1,60 @@
-"""What Load Parallel DiT reports of its ranks: what each would hold and send for one request."""
+"""What Load Parallel DiT reports of its ranks: what each would hold and send for the graph's requests."""
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import comfy.model_management
 import torch
 from comfy.cli_args import args
 
 from ...backend.client.auto.open_patches import with_patches
-from ...backend.client.auto.planning import EstimateOf
 from ...backend.parallel.stage_split import TEXT_TOKENS
-from ...backend.planner.machine import RequestEstimate, sides_of
-from ...backend.planner.model_shape import ModelShape
-from ...backend.protocol import Describe
+from ...backend.planner.machine import Sides
+from ...backend.protocol import Describe, RefusedError
 from ..comfy_models.registry import family_named
-from .graph_requests import IMAGE, VIDEO
+from .graph_requests import GraphRequest
 from .handle import ParallelDiT, ensure_loaded
 from .report import plan_line, quantized_lines, rank_lines
-from .request_estimate import request_estimate
 from .speed_flags import flag_lines
 
+#: Said after what the graph does not tell.
+ASSUMED = " (assumed)"
 
-def request_line(dit: ParallelDiT, prompts: int, of_graph: EstimateOf) -> str:
-    """Return a line about the request and what the ranks of ``dit`` take for it; log one for each rank.
-    ``of_graph``: the request as the graph tells it, whose steps count, and whether each is a call."""
-    what, latent = assumed_latent(dit)
-    backend, _ = ensure_loaded(dit)
 
-    def estimate(shape: ModelShape) -> RequestEstimate:
-        told = of_graph(shape)
-        about = RequestEstimate(
-            text_tokens=TEXT_TOKENS, steps=told.steps, prompts=prompts, drained=told.drained
-        )
-        return request_estimate(shape, sides_of(latent), (), about)
+def request_lines(dit: ParallelDiT, requests: Sequence[GraphRequest]) -> list[str]:
+    """Return a line for each of ``requests`` that differ: what the ranks of ``dit`` take for it. Log one for
+    each rank. What ranks of two CFG branches cannot run has none: auto loads again for it."""
+    prompts = dit.config.cfg_degree
+    assumed = (
+        replace(each, prompts=max(each.prompts, prompts)) if each.cfg is None else each for each in requests
+    )
+    lines = (_request_line(dit, each) for each in dict.fromkeys(assumed) if each.prompts >= prompts)
+    return list(dict.fromkeys(lines))
 
-    config, _ = with_patches(dit.config, dit.choice, estimate)
+
+def _request_line(dit: ParallelDiT, request: GraphRequest) -> str:
+    what = request_text(request, dit)
+    config, _ = with_patches(dit.config, dit.choice, request.estimate)
     asked = Describe(
         model=dit.loaded.model,
-        latent=latent,
+        latent=described_latent(dit, request),
         text_tokens=TEXT_TOKENS,
-        prompts=prompts,
+        prompts=request.prompts,
         num_pipeline_patch=config.num_pipeline_patch,
         stale_kv=config.stale_kv,
         wire=config.wire,
+        batch=request.size.batch,
+        references=[list(sides) for sides in request.references],
     )
-    described = backend.describe(asked, comfy.model_management.throw_exception_if_processing_interrupted)
+    backend, _ = ensure_loaded(dit)
+    try:
+        described = backend.describe(asked, comfy.model_management.throw_exception_if_processing_interrupted)
+    except RefusedError as error:  # nodes unknown here may make another latent: the sampler's is judged then
+        return f"{what}: {error}"
     for rank in described.ranks:
         logging.info("parallel-dit: for %s, %s", what, rank["text"])
-    return plan_line(config, prompts, what, described)
+    return plan_line(config, what, described)
 
 
 def loaded_lines(dit: ParallelDiT) -> list[str]:
@@ -64,22 +72,48 @@ def loaded_lines(dit: ParallelDiT) -> list[str]:
     return [*rank_lines(info["ranks"], gpus, memory), *kernels, *flag_lines(vars(args), chosen, info)]
 
 
-def assumed_latent(dit: ParallelDiT) -> tuple[str, list[int]]:
-    """Return (what is assumed to be sampled, [C, [T,] H, W] of its first latent)."""
+def pixels_of(dit: ParallelDiT) -> Sides:
+    """Return frames, and pixels along each side, of a value of the model's latent, as ComfyUI tells them."""
     format = dit.patcher.model.latent_format
-    family = family_named(dit.loaded)
-    known = hasattr(format, "spacial_downscale_ratio")
-    ratio = getattr(format, "spacial_downscale_ratio", 8)
-    video = format.latent_dimensions == 3
-    if not video or family.images:
-        size = IMAGE.width
-        side = size // ratio
-        what = f"{size} x {size}" if known else f"latent {side} x {side}"
-        return what, [format.latent_channels, *([1] if video else []), side, side]
-    width, height, frames = VIDEO.width, VIDEO.height, VIDEO.length
-    time = 1 + (frames - 1) // getattr(format, "temporal_downscale_ratio", 4)
-    sides = [time, height // ratio, width // ratio]
-    what = f"{frames} frames of {width} x {height}" if known else f"latent {' x '.join(map(str, sides))}"
-    if not family.latents:
-        return what, [format.latent_channels, *sides]
-    return what + " without their audio", [family.latents[0], *sides]
+    side = getattr(format, "spacial_downscale_ratio", 8)
+    if format.latent_dimensions < 3 or family_named(dit.loaded).images:
+        return 1, side, side
+    return getattr(format, "temporal_downscale_ratio", 4), side, side
+
+
+def described_latent(dit: ParallelDiT, request: GraphRequest) -> list[int]:
+    """Return [C, [T,] H, W] of the latent of a request; the first of nested ones."""
+    format = dit.patcher.model.latent_format
+    nested = family_named(dit.loaded).latents
+    sides = request.sides if format.latent_dimensions == 3 else request.sides[1:]
+    return [nested[0] if nested else format.latent_channels, *sides]
+
+
+def request_text(request: GraphRequest, dit: ParallelDiT) -> str:
+    """Say for which size, steps and guidance the numbers of a request stand, and what of it is assumed."""
+    size = request.size
+    what = f"{size.width} x {size.height}"
+    if not hasattr(dit.patcher.model.latent_format, "spacial_downscale_ratio"):
+        frames, *sides = request.sides  # how many pixels these are is not known
+        what = f"latent {' x '.join(map(str, request.sides if frames > 1 else sides))}"
+    elif size.length > 1:
+        what = f"{size.length} frames of {what}"
+    if size.batch > 1:
+        what = f"{size.batch} times {what}"
+    if request.references:
+        count = len(request.references)
+        what += f" with {count} reference image{'s' * (count > 1)}"
+    if family_named(dit.loaded).latents:
+        what += " without their audio"
+    prompts = "two prompts" if request.prompts == 2 else "one prompt"
+    guidance = f"{prompts}{ASSUMED}" if request.cfg is None else f"cfg {request.cfg} ({prompts})"
+    steps = f"{request.steps} step{'s' * (request.steps > 1)}"
+    told = [(what, request.has_size), (steps, request.has_steps)]
+    return ", ".join([*(text if is_told else text + ASSUMED for text, is_told in told), guidance])
+
+
+def planned_line(requests: Sequence[GraphRequest], dit: ParallelDiT) -> str:
+    """Return the line above auto's plan: for which request it was chosen, and of how many."""
+    further = len(requests) - 1
+    more = f"; {further} further sampler{'s' * (further > 1)} counted too" if further else ""
+    return f"planned for {request_text(requests[0], dit)}{more}"

@@ -65,8 +65,8 @@ def lora_line(before: Mapping, after: Mapping, config: ParallelConfig) -> str:
     return f"{note} · {bound}+{most} on each {unit}"
 
 
-def plan_line(config: ParallelConfig, prompts: int, what: str, described: Described) -> str:
-    """Return one line: what a request of ``prompts`` prompts adds to the weights, and sends in a step."""
+def plan_line(config: ParallelConfig, what: str, described: Described) -> str:
+    """Return one line: what a request (``what``) adds to the weights, and sends in a step."""
     ranks = described.ranks
     more = max(rank["device_bytes"] - rank["weight_bytes"] for rank in ranks)
     sent = max(sum(rank["bytes_per_step"].values()) for rank in ranks)
@@ -81,8 +81,7 @@ def plan_line(config: ParallelConfig, prompts: int, what: str, described: Descri
     if config.pipefusion_degree > 1:
         patches = f"{config.patches} patch{'es' * (config.patches > 1)}"
         parts.append(f"{patches} ({config.stale_kv})" if config.patches > 1 else patches)
-    cfg = ", two prompts" if prompts == 2 else ""
-    return f"{what}{cfg}: {' · '.join(parts)}"
+    return f"{what}: {' · '.join(parts)}"
 
 
 def _shared(ranks: Sequence[dict]) -> list[str]:

@@ -143,11 +143,13 @@ def test_other_degrees_load_again_and_say_why(comfy, ranks):
         first, second, kernel, plan = text.splitlines()
         plans.append(plan)
         assert re.fullmatch(r"rank 1 · [\d.]+ MB · blocks \d+-\d+", second) and first.startswith("rank 0")
-        assert re.match(r"(1024 x 1024|latent 128 x 128)(, two prompts)?: about [\d.]+ MB more · sends", plan)
+        size = r"(1024 x 1024|latent 128 x 128) \(assumed\)"  # the golden latent's node tells none
+        guidance = r"cfg \d\.\d \((one prompt|two prompts)\)"
+        assert re.match(rf"{size}, \d steps, {guidance}: about [\d.]+ MB more · sends", plan)
         assert kernel.startswith("attention auto: ")
         assert each.outputs["3"]["parallel_dit"] == [text]  # which the page keeps
     assert "two prompts" in plans[0] and plans[0].endswith(" · 1 patch")
-    assert "two prompts" not in plans[1] and plans[1].endswith(" · 5 patches (reuse)")
+    assert "cfg 1.0 (one prompt)" in plans[1] and plans[1].endswith(" · 5 patches (reuse)")
 
 
 def test_gguf_files_are_listed(comfy):

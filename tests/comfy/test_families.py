@@ -33,8 +33,9 @@ with comfy_modules():
         latent_shapes,
         model_arguments,
     )
+    from parallel_dit.nodes.host.graph_requests import requests_of_graph
     from parallel_dit.nodes.host.handle import ParallelDiT
-    from parallel_dit.nodes.host.plan_report import assumed_latent
+    from parallel_dit.nodes.host.plan_report import described_latent, pixels_of, request_text
     from parallel_dit.nodes.host.sampling_checks import check_latent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -211,7 +212,8 @@ def test_keys_of_inpainting_reach_what_reads_them(loaded, key):
 def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):
     name, loaded = loaded
     dit = ParallelDiT(ClientConfig(), ModelChoice(""), loaded, weightless_patcher(loaded))
-    what, latent = assumed_latent(dit)
+    (request,) = requests_of_graph({}, "1", pixels_of(dit))
+    what, latent = request_text(request, dit), described_latent(dit, request)
     family, golden_latent = FAMILIES[loaded.family], load(f"{name}__euler_simple")[0]["noise"]
     assert (
         check_workload(Describe("m", latent, 512, 2), ParallelConfig(), family, loaded.info["config"]) > 500

@@ -12,10 +12,12 @@ with comfy_modules():
     from parallel_dit.backend.client.auto import measurements
     from parallel_dit.backend.config import ParallelConfig
     from parallel_dit.backend.planner.auto_config import AutoConfig
-    from parallel_dit.backend.planner.machine import Machine, RequestEstimate
-    from parallel_dit.backend.protocol import Described, Sample
+    from parallel_dit.backend.planner.machine import Machine
+    from parallel_dit.backend.protocol import Described, RefusedError, Sample
     from parallel_dit.backend.quantization.lora_bytes import LoraBytes
+    from parallel_dit.nodes.graph.latent_sizes import LatentSize
     from parallel_dit.nodes.host import auto_plan, one_rank, plan_report
+    from parallel_dit.nodes.host.graph_requests import GraphRequest
     from parallel_dit.nodes.host.handle import ParallelDiT
 
 SHAPE = replace(FLUX, patch=(1, 2, 2))
@@ -25,7 +27,7 @@ PROMPT = torch.zeros(1, 7, 64)
 
 def handle(auto) -> SimpleNamespace:
     """A handle of a model with ComfyUI's usual latents."""
-    format = SimpleNamespace(latent_channels=16, spacial_downscale_ratio=8)
+    format = SimpleNamespace(latent_channels=16, latent_dimensions=2, spacial_downscale_ratio=8)
     model = SimpleNamespace(latent_format=format)
     found = {"patcher": SimpleNamespace(model=model), "wanted": (), "others": (), "config": ParallelConfig()}
     return SimpleNamespace(auto=auto, choice=None, **found)
@@ -137,8 +139,76 @@ def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatc
 
     backend = SimpleNamespace(describe=describe)
     monkeypatch.setattr(plan_report, "ensure_loaded", lambda dit: (backend, None))
-    monkeypatch.setattr(plan_report, "assumed_latent", lambda dit: ("1024 x 1024", [16, 128, 128]))
-    told = RequestEstimate(steps=steps, drained=drained)
-    line = plan_report.request_line(staged, 1, lambda shape: told)
+    monkeypatch.setattr(plan_report, "family_named", lambda loaded: SimpleNamespace(latents=(), images=False))
+    size = LatentSize(1024, 1024, 1)
+    request = GraphRequest(size, (1, 128, 128), steps, 1, cfg=1.0, drained=drained, has_size=True)
+    (line,) = plan_report.request_lines(staged, [request, request])
     assert [message.num_pipeline_patch or 2 for message in asked] == [count]
+    assert line.startswith(f"1024 x 1024, {steps} steps (assumed), cfg 1.0 (one prompt): about ")
     assert line.endswith(f"{count} patches (reuse)")
+
+
+#: A request of which a graph tells everything.
+REQUEST = GraphRequest(LatentSize(1328, 1328, 1), (1, 166, 166), 4, 1, cfg=1.0, has_size=True, has_steps=True)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({}, "1328 x 1328, 4 steps, cfg 1.0 (one prompt)"),
+        ({"has_size": False}, "1328 x 1328 (assumed), 4 steps, cfg 1.0 (one prompt)"),
+        ({"steps": 1, "has_steps": False}, "1328 x 1328, 1 step (assumed), cfg 1.0 (one prompt)"),
+        ({"cfg": None, "prompts": 2}, "1328 x 1328, 4 steps, two prompts (assumed)"),
+        ({"cfg": 4.5, "prompts": 2}, "1328 x 1328, 4 steps, cfg 4.5 (two prompts)"),
+        (
+            {"size": LatentSize(832, 480, 81, batch=2)},
+            "2 times 81 frames of 832 x 480, 4 steps, cfg 1.0 (one prompt)",
+        ),
+        (
+            {"references": ((1, 128, 128),)},
+            "1328 x 1328 with 1 reference image, 4 steps, cfg 1.0 (one prompt)",
+        ),
+    ],
+    ids=str,
+)
+def test_a_line_says_for_which_request_its_numbers_stand(monkeypatch, changes, says):
+    monkeypatch.setattr(plan_report, "family_named", lambda loaded: SimpleNamespace(latents=()))
+    dit = SimpleNamespace(patcher=handle(None).patcher, loaded=None)
+    assert plan_report.request_text(replace(REQUEST, **changes), dit) == says
+
+
+def test_the_plans_line_counts_further_samplers(monkeypatch):
+    monkeypatch.setattr(plan_report, "request_text", lambda request, dit: f"{request.steps} steps")
+    requests = [replace(REQUEST, steps=steps) for steps in (9, 4, 3)]
+    lines = [plan_report.planned_line(requests[:count], handle(None)) for count in (1, 2, 3)]
+    assert lines == [
+        "planned for 9 steps",
+        "planned for 9 steps; 1 further sampler counted too",
+        "planned for 9 steps; 2 further samplers counted too",
+    ]
+
+
+def test_what_two_cfg_branches_cannot_run_is_not_described(staged, monkeypatch):
+    """Auto loads again for it; what the graph does not tell is taken for what they can."""
+    two = replace(staged, config=ParallelConfig(cfg_degree=2, device="cpu"))
+    monkeypatch.setattr(plan_report, "_request_line", lambda dit, request: request)
+    known = replace(REQUEST, cfg=4.0, prompts=2)
+    unknown = replace(REQUEST, cfg=None, prompts=1)
+    lines = plan_report.request_lines(two, [REQUEST, known, unknown])
+    assert lines == [known, replace(unknown, prompts=2)]
+    assert plan_report.request_lines(staged, [REQUEST]) == [REQUEST]
+
+
+def test_a_size_that_ranks_refuse_is_said_and_the_load_goes_on(staged, monkeypatch):
+    """Nodes that are unknown here may make another one."""
+
+    def describe(message, check):
+        assert (message.batch, message.references) == (3, [[1, 64, 64]])
+        raise RefusedError("more patches than tokens")
+
+    backend = SimpleNamespace(describe=describe)
+    monkeypatch.setattr(plan_report, "ensure_loaded", lambda dit: (backend, None))
+    monkeypatch.setattr(plan_report, "family_named", lambda loaded: SimpleNamespace(latents=(), images=False))
+    several = replace(REQUEST, size=replace(REQUEST.size, batch=3), references=((1, 64, 64),))
+    (line,) = plan_report.request_lines(staged, [several])
+    assert line.startswith("3 times 1328 x 1328") and line.endswith(": more patches than tokens")

@@ -66,9 +66,9 @@ def test_one_line_for_the_plan():
     rank = {"device_bytes": 5_000_000_000, "weight_bytes": 4_000_000_000, "host_bytes": 0}
     ranks = [{**rank, "bytes_per_step": {"ulysses": 30_000_000, "cfg": 5_000_000}}]
     config = ParallelConfig(pipefusion_degree=2)
-    line = report.plan_line(config, 2, "1024 x 1024", Described(ranks))
-    assert line == "1024 x 1024, two prompts: about 1.0 GB more · sends 35.0 MB a step · 2 patches (reuse)"
-    line = report.plan_line(replace(config, wire="fp8"), 2, "1024 x 1024", Described(ranks))
+    line = report.plan_line(config, "1024 x 1024", Described(ranks))
+    assert line == "1024 x 1024: about 1.0 GB more · sends 35.0 MB a step · 2 patches (reuse)"
+    line = report.plan_line(replace(config, wire="fp8"), "1024 x 1024", Described(ranks))
     assert "· sends 35.0 MB a step (wire fp8: not exact) ·" in line
 
 
@@ -79,7 +79,7 @@ def test_shares_are_counted():
         {**rank, "bytes_per_step": {}, "patches": [(0, 1024)], "heads": 8, "blocks": (0, 57)},
     ]
     config = ParallelConfig(ulysses_degree=2, shares="2,1")
-    line = report.plan_line(config, 1, "1024 x 1024", Described(ranks))
+    line = report.plan_line(config, "1024 x 1024", Described(ranks))
     assert line.endswith("sends nothing · tokens 2176 / 1024 · heads 16 / 8")
 
 
