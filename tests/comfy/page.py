@@ -61,7 +61,7 @@ CUT = """() => app.graph.nodes.flatMap(({ type, widgets }) => (widgets ?? [])
   .map(({ element }) => [type, Math.max(0, element.scrollHeight - element.clientHeight)]))"""
 #: Values of the inputs of the graph's Parallel Config.
 CONFIG = """Object.fromEntries(app.graph.nodes.find(({ type }) => type === 'ParallelConfig')
-  .widgets.map(({ name, value }) => [name, value]))"""
+  .widgets.filter(({ serialize }) => serialize !== false).map(({ name, value }) => [name, value]))"""
 #: The message of the side panel.
 MESSAGE = "document.querySelector('.pdit-message').textContent"
 #: Text of this pack's reports, by the type of the node.

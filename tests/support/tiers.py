@@ -72,6 +72,7 @@ LEFT_OUT = {
     "comfy/test_doctor_node.py::test_full_measures_ranks_and_those_of_graphs_start_again": "minutes of ranks",
     "comfy/test_doctor_node.py::test_cancel_ends_it_and_its_ranks": "ranks of the doctor",
     "comfy/test_page.py": "a browser, and another real ComfyUI",
+    "comfy/test_folded_inputs.py": "a browser, and another real ComfyUI",
     "comfy/test_comfy_workflows.py": "a real ComfyUI makes an image of every template",
     "comfy/test_headless.py": "programs that make images in a real ComfyUI",
     "comfy/test_diffusers_folders.py": "a diffusers pipeline for every test",
