@@ -95,6 +95,8 @@ class BackendClient:
         #: What the request under way waits for: another client's; None once it has begun.
         self.waiting: protocol.Waiting | None = None
         self.waits_since = 0.0
+        #: The steps of the Sample or ModelCall under way.
+        self.timer: StepTimer | None = None
         #: Whether the last request left the queue, without any effect.
         self.withdrawn = False
         #: The reply to an Unload that began before its interrupt could take it out of the queue: it is done.
@@ -157,7 +159,7 @@ class BackendClient:
         compile = "off" if has_compiled else message.compile
         base = message.model.partition(LORAS)[0]
         longest = self._longest.get(base, 0.0)
-        timer = StepTimer(compile, self._steps_of_ranks, warmup, longest, has_progress=not is_call)
+        self.timer = timer = StepTimer(compile, self._steps_of_ranks, warmup, longest, not is_call)
         try:
             self._selector.select(START_SECONDS)
             meanwhile()
@@ -183,6 +185,7 @@ class BackendClient:
             raise
         finally:
             self._longest[base] = timer.longest_without_compile
+            self.timer = None
         self._cancel(timer)
         return None
 

@@ -14,6 +14,8 @@ from .launching.launcher import BackendProcess
 
 #: A wait that is shorter is not worth a line: each step of a client that keeps the loop is a request.
 SHOWN_SECONDS = 0.5
+#: A first step that takes as long as any is not worth a line.
+SLOW_SECONDS = 3.0
 
 
 class Connected:
@@ -65,6 +67,12 @@ class Connected:
         elif waiting.total:
             goes_on = f", which reads {progress_text(waiting.step, waiting.total)}"
         return f"waiting for another client's request{goes_on}{others}"
+
+    def step_line(self, after: float = SLOW_SECONDS) -> str:
+        """Say what the step under way of our request does besides computing, once it has taken ``after``
+        seconds; empty where it is as others."""
+        timer = self.client.timer
+        return timer.reason if timer is not None and timer.spent >= after else ""
 
     def alive(self) -> bool:
         """Return whether the process runs and the connection is open; costs no round trip."""

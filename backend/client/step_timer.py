@@ -13,6 +13,10 @@ FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
 #: So many first Progress of a request may come early: it says that the host has started a step's kernels, of
 #: which CUDA queues about 1024, a step or two.
 EARLY_STEPS = 3
+#: What a step does that takes longer than those after it, as a user reads it. Cancel waits for its end:
+#: between two collectives a rank is alone, and peers would wait for one that left.
+COMPILES = "the ranks compile the model's blocks, which takes up to minutes the first time"
+BEGINS = "the ranks are at the first step, before which they load LoRAs, parked weights and kernels"
 
 
 class StepTimer:
@@ -46,7 +50,7 @@ class StepTimer:
 
     def step(self):
         """Note that a step has ended."""
-        spent = self._spent()
+        spent = self.spent
         self.longest = max(self.longest, spent)
         if not self.compiling:
             self.longest_without_compile = max(self.longest_without_compile, spent)
@@ -62,19 +66,27 @@ class StepTimer:
         until one has been measured, as a call's is by its Result. That counts as FIRST_SECONDS at most: it
         may never end."""
         is_measured = self._done >= EARLY_STEPS or (self.longest > 0 and not self._has_progress)
-        return max(self.longest, 0.0 if is_measured else min(self._spent(), FIRST_SECONDS))
+        return max(self.longest, 0.0 if is_measured else min(self.spent, FIRST_SECONDS))
 
     @property
     def compiling(self) -> float:
         """Return the seconds that the step under way may take to compile; 0 where it compiles nothing."""
         return COMPILED_SECONDS if self._compiles and self._done in self._unlike else 0.0
 
+    @property
+    def reason(self) -> str:
+        """Say what the step under way does besides computing; empty where it is as those before."""
+        if self.compiling:
+            return COMPILES
+        is_first = not self._done and (self._has_progress or not self.longest)
+        return BEGINS if is_first else ""
+
     def look(self, waits: bool = False):
         """Report, once, where the ranks are if no step has ended for too long. While the request ``waits``
         for another client's no time of it passes."""
         if waits:
             self._last = time.monotonic()
-        if self._is_reported or self._spent() < self._patience:
+        if self._is_reported or self.spent < self._patience:
             return
         self._is_reported = True
         steps = self._steps_of_ranks(self._done)
@@ -84,9 +96,11 @@ class StepTimer:
                 "and still nothing ends, they wait for each other: press Cancel, which ends the ranks if "
                 "their step does not end, and run python scripts/doctor.py --full, which looks at links and "
                 "kernels.",
-                self._spent(),
+                self.spent,
                 steps,
             )
 
-    def _spent(self) -> float:
+    @property
+    def spent(self) -> float:
+        """Return the seconds of the step under way."""
         return time.monotonic() - self._last

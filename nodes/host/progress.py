@@ -16,6 +16,8 @@ from .report import pace
 
 #: Shown until the ranks have stopped.
 CANCELLING = "cancelling: the ranks end the call of the model in progress"
+#: Shown after what a first step waits for, which takes long.
+STOP = "Stop ranks in the side panel ends them now"
 #: Shown as long as the sampling runs.
 NO_PREVIEW = (
     "There is no room for previews next to the ranks on ComfyUI's GPU; sampling goes on. The preview method "
@@ -35,7 +37,7 @@ class NodeStatus:
         self.send = node_text()
         self.sentences: list[str] = []
         self.shown = ""
-        self.waits = False
+        self.turn = ""
 
     def __enter__(self):
         return self
@@ -61,15 +63,17 @@ class NodeStatus:
         self.show("")
 
     def interrupted(self, line: str = CANCELLING, backend: Connected | None = None) -> bool:
-        """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for. Else show for
-        which other client's request one to ``backend`` waits."""
-        turn = backend.wait_line if backend is not None else ""
-        if turn or self.waits:  # what it has said is no longer true then
+        """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for, or what a
+        first step of ``backend`` does. Else show for which other client's request one to ``backend`` waits,
+        or what its first step does that takes a while."""
+        turn = (backend.wait_line or backend.step_line()) if backend is not None else ""
+        if turn or (self.turn and self.turn == NodeStatus.latest):  # what it has said is no longer true then
             self.show(turn)
-        self.waits = bool(turn)
+        self.turn = turn
         is_cancelled = comfy.model_management.processing_interrupted()
         if is_cancelled:
-            self.show(line)
+            step = backend.step_line(0.0) if backend is not None else ""
+            self.show(f"cancelling: {step}; {STOP}" if step else line)
         return is_cancelled
 
     def check(self, line: str, backend: Connected | None = None):

@@ -50,6 +50,7 @@ class Rank:
     welcome = client_protocol.Welcome(1, "cpu", {}, [])
     config = ClientConfig()
     wait_line = ""
+    step_line = staticmethod(lambda after=0.0: "")
     in_use = staticmethod(nullcontext)
 
     def __init__(self, checkpoint: str):

@@ -28,7 +28,7 @@ class Ranks:
         self.parked: list[str] = []
         self.room = 10
         self.closed = False
-        self.waiting = None
+        self.waiting = self.timer = None
         self.late_reply = None
         self.withdrawn = False
 

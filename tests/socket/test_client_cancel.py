@@ -14,6 +14,9 @@ from fake_backend import TOKEN, reply, sample_message
 
 from backend.client import client as client_module
 from backend.client.client import BackendClient
+from backend.client.connected import Connected
+from backend.client.step_timer import COMPILES
+from backend.config import ParallelConfig
 from backend.protocol import (
     Cancel,
     Cancelled,
@@ -247,3 +250,32 @@ def test_check_that_raises_closes(serve):
         client.request(Load("/m"), stop)
     release.set()
     assert client.closed  # its reply could come later, in place of another's
+
+
+def test_what_a_slow_first_step_waits_for_is_known_while_it_runs(serve):
+    """Cancel waits for it, and the node says for what; nothing of it is left for the next request."""
+    go_on = threading.Event()
+
+    def handler(connection):
+        framing.receive(connection)
+        assert go_on.wait(60)  # as a rank that compiles
+        for step in (1, 2, 3):
+            reply(connection, Progress(step, 3))
+        assert framing.receive(connection) == Cancel()
+        reply(connection, Cancelled(3))
+
+    client = BackendClient(serve(handler), TOKEN)
+    backend = Connected(ParallelConfig(), client)
+    lines: list[str] = []
+
+    def should_cancel() -> bool:
+        lines.append(backend.step_line(0.0))
+        if len(lines) == 2:
+            go_on.set()
+        return len(lines) == 5
+
+    message = replace(sample_message(), compile="blocks", warmup_steps=1)
+    assert backend.step_line(0.0) == ""
+    assert client.sample(message, should_cancel=should_cancel) is None
+    assert lines[:2] == [COMPILES, COMPILES] and lines[-1] == ""
+    assert client.timer is None and backend.step_line(0.0) == ""

@@ -48,7 +48,9 @@ def test_a_node_says_that_it_waits_for_another_client(host):
     status = host.progress.NodeStatus()
     shown = []
     status.send = shown.append
-    backend = SimpleNamespace(wait_line="waiting for another client's request, 2 steps left")
+    backend = SimpleNamespace(
+        wait_line="waiting for another client's request, 2 steps left", step_line=lambda after=3.0: ""
+    )
     assert not status.interrupted(backend=backend) and not status.interrupted(backend=backend)
     backend.wait_line = ""
     status.interrupted(backend=backend)
@@ -94,7 +96,7 @@ class Ranks:
         self.welcome = protocol.Welcome(1, "cuda", {}, [], [name])
         self.room = room
         self.closed = False
-        self.waiting = None
+        self.waiting = self.timer = None
         self.late_reply = None
         self.withdrawn = False
         self.reads: list[str] = []

@@ -6,7 +6,9 @@ import pytest
 
 from backend.client import silence, step_timer
 from backend.client.step_timer import (
+    BEGINS,
     COMPILED_SECONDS,
+    COMPILES,
     EARLY_STEPS,
     FIRST_SECONDS,
     MIN_SECONDS,
@@ -52,6 +54,28 @@ def test_a_step_that_does_not_end_is_told_once(clock, caplog, compile, steps, pa
     (told,) = caplog.messages
     assert f"no step has ended for {patience:.0f} s" in told and f"all after {len(steps)}: " not in told
     assert f"lives: all after {len(steps)}. " in told and "press Cancel" in told
+
+
+@pytest.mark.parametrize(
+    "compile, warmup, reasons",
+    [
+        ("off", 1, [BEGINS, "", ""]),
+        ("blocks", 1, [COMPILES, COMPILES, ""]),
+        ("blocks", 2, [COMPILES, "", COMPILES]),
+    ],
+)
+def test_what_a_step_does_first_is_told(clock, compile, warmup, reasons):
+    watched = StepTimer(compile, lambda done: "", warmup)
+    found = []
+    for _ in reasons:
+        found.append(watched.reason)
+        watched.step()
+    assert found == reasons
+
+
+@pytest.mark.parametrize("longest, reason", [(0.0, BEGINS), (2.0, "")])
+def test_only_the_first_call_of_a_model_begins(clock, longest, reason):
+    assert StepTimer("off", lambda done: "", longest=longest, has_progress=False).reason == reason
 
 
 def test_steps_of_a_long_warm_up_compile_nothing(clock):
