@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
+from ...models.common.request_arguments import once
 from ...models.latent_tokens import TokenGrid
 
 #: Parameter of a forward -> names that configurations have for its width.
@@ -31,7 +32,9 @@ POSITIONS = {
     "OvisImageTransformer2DModel": (True, False),
     "LongCatImageTransformer2DModel": (True, True),
 }
-#: Pixels of a latent cell's side, for classes that want the image's size.
+#: Arguments of classes that want the image's size.
+SIZES = {"original_size", "target_size", "crop_coords"}
+#: Pixels of a latent cell's side, in them.
 PIXELS = 8
 
 
@@ -62,17 +65,15 @@ class Inputs:
         values["timestep"] = time.expand(batch).to(latent.device)
         values["guidance"] = cond["guidance"].reshape(-1).expand(batch) if self.guided else None
         values |= zip(("num_frames", "height", "width"), grid.counts)
+        text = cond.get("c_crossattn")
         if "encoder_attention_mask" in self.names and "attention_mask" not in cond:
-            text = cond["c_crossattn"]
-            values["encoder_attention_mask"] = text.new_ones(text.shape[:2], dtype=torch.long)
+            values["encoder_attention_mask"] = once(cond, "ones", _ones, text)
         if "img_ids" in self.names:
-            values["img_ids"] = _positions(grid, cond["c_crossattn"], self.image_last)
+            values["img_ids"] = once(cond, "img_ids", _positions, grid, text, self.image_last)
         if "txt_ids" in self.names:
-            values["txt_ids"] = _text_positions(cond["c_crossattn"], self.numbers_text)
-        if {"original_size", "target_size", "crop_coords"} & set(self.names):
-            pixels = [side * PIXELS for side in grid.extent[1:]]
-            size = latent.new_tensor([pixels]).expand(batch, 2)
-            values |= {"original_size": size, "target_size": size, "crop_coords": latent.new_zeros(batch, 2)}
+            values["txt_ids"] = once(cond, "txt_ids", _text_positions, text, self.numbers_text)
+        if SIZES & set(self.names):
+            values |= once(cond, "sizes", _sizes, grid, latent)
         return {name: values[name] for name in self.names}
 
 
@@ -89,6 +90,17 @@ def cannot_run(cls: type, why: str) -> UnsupportedError:
         f"the transformer class {cls.__name__} has no family file, and cannot run without one: {why}. "
         f"docs/adding_a_model.md says how to add a family."
     )
+
+
+def _ones(text):
+    return text.new_ones(text.shape[:2], dtype=torch.long)
+
+
+def _sizes(grid, latent):
+    """Return SIZES, (B, 2) of (height, width); their numbers wait for the device on their way to it."""
+    batch = latent.shape[0]
+    size = latent.new_tensor([[side * PIXELS for side in grid.extent[1:]]]).expand(batch, 2)
+    return {"original_size": size, "target_size": size, "crop_coords": latent.new_zeros(batch, 2)}
 
 
 def _positions(grid, text, image_last):
