@@ -1,4 +1,4 @@
-"""Draws docs/pictures/*.svg, timelines of the parallel methods; the tests hold them up to date.
+"""Draws docs/images/*.svg, timelines of the parallel methods; the tests hold them up to date.
 
     python scripts/method_pictures.py --write
 
@@ -26,7 +26,7 @@ from backend.sampling.prediction import PREDICTIONS
 from backend.sampling.request import Request
 from backend.sampling.step_loop import Callbacks, Denoiser
 
-FOLDER = ROOT / "docs/pictures"
+FOLDER = ROOT / "docs/images"
 STEPS = 4
 #: Flux at 1024 x 1024: a latent of 128 x 128 is 4096 tokens.
 GRID = TokenGrid((16, 128, 128), (1, 2, 2))
@@ -243,7 +243,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="write docs/pictures")
+    parser.add_argument("--write", action="store_true", help="write the drawings")
     write = parser.parse_args().write
     for name, config in DRAWINGS.items():
         if write:

@@ -11,7 +11,7 @@ EVERYWHERE = {
     # plain English: "kept open", "kept from", "kept to", "well-kept"
     r"(?i)(?<![-a-z])kept(?! (?:open|from|to))": "cached, or what it is: reused, stored, reported",
     # drawings of the methods, and MiniMax's own name of an image in a prompt
-    r"(?i)(?<!method_)(?<!docs/)(?<!\]\()(?<!in )(?<!<)picture": "image; drawing, thumbnail, frame",
+    r"(?i)(?<!method_)(?<!in )(?<!<)picture": "image; drawing, thumbnail, frame",
     r"(?i)(?<!Wan)sound": "audio",
 }
 #: The same in code alone.
