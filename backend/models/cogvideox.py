@@ -9,6 +9,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from ..runtime.callbacks import always
 from .blocks import APART, Blocks
 from .common import references
+from .common.adaptive_norms import LAST_MODULATION
 from .common.request_arguments import once
 from .config_values import constant, entries
 from .discrete_schedule import DiscreteSchedule
@@ -200,7 +201,7 @@ FAMILY = Family(
     cache=Cache(
         modulation=("norm1.linear", "norm2.linear"),
         prompt_modules=("patch_embed.text_proj", "ofs_proj", "ofs_embedding"),
-        step_modules=("time_proj", "time_embedding"),
+        step_modules=("time_proj", "time_embedding", *LAST_MODULATION),
         image_modules=("patch_embed",),
     ),
     build=Build(patch_module=patch_module, dtypes=BF16_OR_FP16),

@@ -217,10 +217,10 @@ class Cache:
     modulation_per_sample: False where that argument is (tokens, D), the same for all samples of a batch.
     prompt_layers: their input is the prompt alone: computed once a request; the model pads a shorter prompt
     to ``padded_prompt`` tokens before them. prompt_modules: the same of modules of the transformer before its
-    blocks, for the prompt and for positions. step_modules: those whose
-    input is the timestep and the prompt: computed once an evaluation, for all patches. image_modules: those
-    that embed the latent's tokens, and references if no list is IMAGE_ONLY. Stages after the first call them
-    once a prompt, and get zeros of the shape: they are sent tokens with values.
+    blocks, for the prompt and for positions. step_modules: those before and after the blocks whose input is
+    the timestep and the prompt: computed once an evaluation, for all patches. image_modules: those that embed
+    the latent's tokens, and references if no list is IMAGE_ONLY. Stages after the first call them once a
+    prompt, and get zeros of the shape: they are sent tokens with values.
     static_text: text does not change with the step: its tokens run through the blocks in a prompt's first
     evaluation alone, and their keys and values are cached.
     """

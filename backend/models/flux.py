@@ -11,6 +11,7 @@ from diffusers.models.embeddings import (
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.adaptive_norms import LAST_MODULATION
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM, config_of
 from .common.request_arguments import distilled_guidance, once
 from .common.tensor_plans import TEXT_LAYERS
@@ -142,7 +143,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("context_embedder", "pos_embed"),
-        step_modules=("time_text_embed",),
+        step_modules=("time_text_embed", *LAST_MODULATION),
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),

@@ -277,6 +277,7 @@ FAMILY = Family(
             "double_stream_modulation_img",
             "double_stream_modulation_txt",
             "single_stream_modulation",
+            *adaptive_norms.LAST_MODULATION,
         ),
         image_modules=("x_embedder",),
     ),

@@ -17,8 +17,9 @@ POSITION_SCALE = 0.5
 def patch_module(transformer, config):
     """Compute modulation once per stream; diffusers does it once per token."""
     single = transformer.single_stream_modulations
-    for layer in (*transformer.early_stream_modulations.values(), single.txt, transformer.norm_out.linear):
+    for layer in (*transformer.early_stream_modulations.values(), single.txt):
         layer.register_forward_pre_hook(lambda layer, args: (args[0][:, :1],))
+    transformer.norm_out.register_forward_pre_hook(lambda norm, args: (args[0], args[1][:, :1]))
     for layer in (single.image, single.image_cond):  # their tokens are put one after the other
         layer.forward = lambda temb, own=layer.forward: own(temb[:, :1]).expand(-1, temb.shape[1], -1)
 
@@ -119,6 +120,13 @@ LAYOUT = Layout(
         "final_layer.image.adaLN_modulation.1": "norm_out.linear",
     },
 )
+STEP_MODULES = (
+    "time_proj",
+    "timestep_embedder",
+    "*_stream_modulations.image.linear",
+    "norm_out.act_fn",
+    "norm_out.linear",
+)
 FAMILY = Family(
     name="flux3",
     transformer="Flux3Transformer2DModel",
@@ -149,7 +157,7 @@ FAMILY = Family(
             "*_stream_modulations.txt.linear",  # of what is given, whose timestep is 0
             "*_stream_modulations.image_cond.linear",
         ),
-        step_modules=("time_proj", "timestep_embedder", "*_stream_modulations.image.linear"),
+        step_modules=STEP_MODULES,
         image_modules=("x_embedders.image",),
     ),
     build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), patch_module=patch_module),

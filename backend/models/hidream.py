@@ -154,7 +154,7 @@ FAMILY = Family(
     cache=Cache(
         modulation=("block.adaLN_modulation.1",),
         prompt_modules=("caption_projection.*.linear", "pe_embedder", "p_embedder"),
-        step_modules=("t_embedder",),
+        step_modules=("t_embedder", "final_layer.adaLN_modulation"),
         image_modules=("x_embedder",),
     ),
     build=Build(patch_module=patch_module),

@@ -12,6 +12,7 @@ from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 from diffusers.models.transformers.hunyuan_transformer_2d import HunyuanDiT2DModel
 
 from .blocks import APART, BlockAdapter, Blocks
+from .common.adaptive_norms import LAST_MODULATION
 from .common.call_state import call_state
 from .common.request_arguments import once
 from .config_values import entries
@@ -225,7 +226,7 @@ FAMILY = Family(
     cache=Cache(
         prompt_modules=("text_embedder",),
         image_modules=("pos_embed",),
-        step_modules=("time_extra_emb",),
+        step_modules=("time_extra_emb", *LAST_MODULATION),
         modulation=("norm1.linear",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
         padded_prompt=TEXT + TEXT_T5,

@@ -9,6 +9,7 @@ from diffusers.models.transformers import transformer_hunyuanimage as theirs
 
 from . import hunyuan_video
 from .blocks import BlockAdapter
+from .common.adaptive_norms import LAST_MODULATION
 from .common.double_stream import DOUBLE_APART, SINGLE_APART, SINGLE_STREAM
 from .common.request_arguments import distilled_guidance, once
 from .common.text_order import TextOrder
@@ -181,7 +182,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
             count_text_tokens=count_text_tokens,
         ),
         "cache.prompt_modules": ("rope", "context_embedder_2"),
-        "cache.step_modules": ("time_guidance_embed", "context_embedder"),
+        "cache.step_modules": ("time_guidance_embed", "context_embedder", *LAST_MODULATION),
         "build": Build(patch_module=patch_module, only=ONLY),
         "layout": LAYOUT,
         "variant": variant,

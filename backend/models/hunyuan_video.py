@@ -18,7 +18,7 @@ from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
 from . import flux
 from .blocks import APART, BlockAdapter, Blocks
 from .common import references
-from .common.adaptive_norms import AdaLayerNormContinuous, AdaLayerNormZero
+from .common.adaptive_norms import LAST_MODULATION, AdaLayerNormContinuous, AdaLayerNormZero
 from .common.double_stream import DOUBLE_STREAM, SINGLE_STREAM
 from .common.request_arguments import distilled_guidance
 from .common.tensor_plans import COMMON, PARALLEL_MLP, TEXT_LAYERS
@@ -144,8 +144,9 @@ class LastNorm(AdaLayerNormContinuous):
         replaced = getattr(embedding, "second", None)
         if replaced is None or self.tokens == 0:
             return super().forward(x, embedding)
-        first = super().forward(x[:, : self.tokens], replaced)
-        return torch.cat([first, super().forward(x[:, self.tokens :], embedding)], dim=1)
+        # first what calls without a first frame ask for too: cached layers tell their calls apart by number
+        usual = super().forward(x[:, self.tokens :], embedding)
+        return torch.cat([super().forward(x[:, : self.tokens], replaced), usual], dim=1)
 
 
 def patch_module(transformer, config):
@@ -332,7 +333,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope",),
-        step_modules=("time_text_embed", "context_embedder"),
+        step_modules=("time_text_embed", "context_embedder", *LAST_MODULATION),
         image_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import hunyuan_video
 from .blocks import APART, BlockAdapter
 from .common import references
+from .common.adaptive_norms import LAST_MODULATION
 from .common.double_stream import DOUBLE_APART
 from .common.request_arguments import once
 from .common.tensor_plans import COMMON
@@ -194,7 +195,7 @@ FAMILY = hunyuan_video.FAMILY.changed(
             refusal=refusal,
         ),
         "cache.prompt_modules": ("rope", "context_embedder_2", "image_embedder"),
-        "cache.step_modules": ("time_embed", "context_embedder"),
+        "cache.step_modules": ("time_embed", "context_embedder", *LAST_MODULATION),
         "cache.modulation": ("norm1.linear", "norm1_context.linear"),
         "build": Build(dtypes=FP16_OR_BF16, patch_module=patch_module),
         "tensor_plan": COMMON,

@@ -161,7 +161,7 @@ FAMILY = Family(
     build=Build(patch_module=patch_module),
     cache=Cache(
         prompt_modules=("rotary_emb", "llm_cond_proj"),
-        step_modules=("t_embedding", "adaln_proj"),
+        step_modules=("t_embedding", "adaln_proj", "final_layer.adaln_modulation"),
         image_modules=("input_proj",),
     ),
     layout=LAYOUT,

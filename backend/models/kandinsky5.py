@@ -248,7 +248,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=PROMPT_MODULES,
-        step_modules=("time_embeddings", "text_transformer_blocks.[0-9]"),
+        step_modules=("time_embeddings", "text_transformer_blocks.[0-9]", "out_layer.modulation"),
         image_modules=("visual_embeddings",),
         modulation=("visual_modulation.out_layer",),
         modulation_argument="time_embed",

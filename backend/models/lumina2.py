@@ -162,6 +162,12 @@ LAYOUT = Layout(
     },
     unread={"norm_final.weight": "a norm that nothing uses"},
 )
+STEP_MODULES = (
+    "time_caption_embed.time_proj",
+    "time_caption_embed.timestep_embedder",
+    "norm_out.silu",
+    "norm_out.linear_1",
+)
 FAMILY = Family(
     name="lumina2",
     transformer="Lumina2Transformer2DModel",
@@ -187,7 +193,7 @@ FAMILY = Family(
             "context_refiner.[0-9]",
             "rope_embedder.tables",
         ),
-        step_modules=("time_caption_embed.time_proj", "time_caption_embed.timestep_embedder"),
+        step_modules=STEP_MODULES,
         image_modules=("x_embedder",),
     ),
     build=Build(patch_module=patch_module),

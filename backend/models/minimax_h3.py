@@ -284,7 +284,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("rope", "context_embedder", "token_refiner"),
-        step_modules=("time_proj", "time_embedder"),
+        step_modules=("time_proj", "time_embedder", "norm_out.linear"),
         image_modules=("proj_in", "audio_proj_in"),
         modulation=("adaln_proj.linear",),
         modulation_per_sample=False,

@@ -9,6 +9,7 @@ from diffusers.models.transformers import transformer_qwenimage as theirs
 
 from .blocks import APART, Blocks
 from .common import references
+from .common.adaptive_norms import LAST_MODULATION
 from .common.request_arguments import once
 from .common.timestep_precision import keep_timestep
 from .config_values import entries
@@ -205,7 +206,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("txt_norm", "txt_in", "pos_embed"),
-        step_modules=("time_text_embed",),
+        step_modules=("time_text_embed", *LAST_MODULATION),
         image_modules=("img_in",),
         modulation=("img_mod.1", "txt_mod.1"),
     ),

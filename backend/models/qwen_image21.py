@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .blocks import JOINED, Blocks
 from .common import references, token_mixing
+from .common.adaptive_norms import LAST_MODULATION
 from .common.request_arguments import of_all_samples, once, once_a_request
 from .common.shape_only import join
 from .config_values import constant, entries
@@ -307,7 +308,7 @@ FAMILY = Family(
     cache=Cache(
         static_text=True,
         prompt_modules=("txt_in", "pos_embed"),
-        step_modules=("time_text_embed", "modulation"),
+        step_modules=("time_text_embed", "modulation", *LAST_MODULATION),
         image_modules=("img_in",),
     ),
     build=Build(patch_module=patch_module),

@@ -2,6 +2,7 @@
 medium with a second attention over the image alone."""
 
 from .blocks import APART, Blocks
+from .common.adaptive_norms import LAST_MODULATION
 from .common.tensor_plans import TEXT_LAYERS
 from .config_values import entries
 from .family import FP16_OR_BF16, Build, Cache, Conditioning, Family, Latent, ModelIO
@@ -113,7 +114,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("context_embedder",),
-        step_modules=("time_text_embed",),
+        step_modules=("time_text_embed", *LAST_MODULATION),
         image_modules=("pos_embed",),
         modulation=("norm1.linear", "norm1_context.linear"),
     ),

@@ -145,7 +145,7 @@ FAMILY = Family(
     ),
     cache=Cache(
         prompt_modules=("cap_embedder", "context_refiner.[0-9]"),
-        step_modules=("t_embedder",),
+        step_modules=("t_embedder", "all_final_layer.*.adaLN_modulation"),
         image_modules=("all_x_embedder.*",),
     ),
     build=Build(patch_module=patch_module, only=ONLY),

@@ -35,7 +35,7 @@ STALE_STEPS = PATCHES = 3
 
 @pytest.mark.parametrize(
     "family, prompt, step, modulation",
-    [("minimax-h3", 6, 4, 4), ("lumina2", 8, 4, 6), ("flux3", 18, 6, 0), ("cogvideox", 2, 4, 16)],
+    [("minimax-h3", 6, 5, 4), ("lumina2", 8, 6, 6), ("flux3", 18, 8, 0), ("cogvideox", 2, 6, 16)],
 )
 def test_what_the_prompt_or_the_step_decides_is_computed_once(family, prompt, step, modulation, tmp_path):
     """Embedders and refiners of the prompt and tables of positions once a request and branch, those of the
@@ -156,50 +156,53 @@ def test_faces_are_encoded_once_a_request(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family, layers",
+    "family, before, after",
     [
-        ("chroma", 2),
-        ("cogvideox", 2),
-        ("flux-dev", 1),
-        ("flux2-dev", 4),
-        ("flux2-edit", 4),
-        ("flux3", 6),
-        ("flux3-edit", 6),
-        ("hidream", 1),
-        ("hunyuan-image21", 2),
-        ("hunyuan-image21-distilled", 2),
-        ("hunyuan-video", 2),
-        ("hunyuan-video-i2v-v2", 2),
-        ("hunyuan-video15", 2),
-        ("hunyuan-video15-meanflow", 2),
-        ("ideogram4", 2),
-        ("kandinsky5", 3),
-        ("krea2", 2),
-        ("krea2-edit", 2),
-        ("ltx2", 18),
-        ("ltx2-i2v", 18),
-        ("ltx23", 24),
-        ("ltxv", 3),
-        ("ltxv-i2v", 3),
-        ("lumina2", 2),
-        ("minimax-h3", 2),
-        ("minimax-h3-guides", 2),
-        ("pixart-alpha", 1),
-        ("pixart-sigma", 1),
-        ("qwen-image", 1),
-        ("qwen-image-edit-2511", 1),
-        ("qwen-image21", 2),
-        ("qwen-image21-edit", 2),
-        ("sana", 1),
-        ("sd3", 1),
-        ("wan21-t2v", 2),
-        ("wan22-animate-small", 1),
-        ("wan22-ti2v", 2),
+        ("chroma", 2, 0),
+        ("cogvideox", 2, 2),
+        ("flux-dev", 1, 2),
+        ("flux2-dev", 4, 2),
+        ("flux2-edit", 4, 2),
+        ("flux3", 6, 2),
+        ("flux3-edit", 6, 2),
+        ("hidream", 1, 1),
+        ("hunyuan-dit", 1, 2),
+        ("hunyuan-image21", 2, 2),
+        ("hunyuan-image21-distilled", 2, 2),
+        ("hunyuan-video", 2, 2),
+        ("hunyuan-video-i2v-v2", 2, 3),
+        ("hunyuan-video15", 2, 2),
+        ("hunyuan-video15-meanflow", 2, 2),
+        ("ideogram4", 2, 1),
+        ("kandinsky5", 3, 1),
+        ("krea2", 2, 0),
+        ("krea2-edit", 2, 0),
+        ("ltx2", 18, 0),
+        ("ltx2-i2v", 18, 0),
+        ("ltx23", 24, 0),
+        ("ltxv", 3, 0),
+        ("ltxv-i2v", 3, 0),
+        ("lumina2", 2, 2),
+        ("minimax-h3", 2, 1),
+        ("minimax-h3-guides", 2, 1),
+        ("pixart-alpha", 1, 0),
+        ("pixart-sigma", 1, 0),
+        ("qwen-image", 1, 2),
+        ("qwen-image-edit-2511", 1, 2),
+        ("qwen-image21", 2, 2),
+        ("qwen-image21-edit", 2, 2),
+        ("sana", 1, 0),
+        ("sd3", 1, 2),
+        ("wan21-t2v", 2, 0),
+        ("wan22-animate-small", 1, 0),
+        ("wan22-ti2v", 2, 0),
+        ("z-image-turbo", 1, 1),
     ],
 )
-def test_embedders_of_the_timestep_run_once_an_evaluation(family, layers, tmp_path, monkeypatch):
-    """Of both branches, whatever the patches; and the latent is the one without memory, to the last bit. Wan
-    2.2's 5B has a timestep for each frame."""
+def test_embedders_of_the_timestep_run_once_an_evaluation(family, before, after, tmp_path, monkeypatch):
+    """And the modulation ``after`` the blocks. Of both branches, whatever the patches; and the latent is the
+    one without memory, to the last bit. Wan 2.2's 5B has a timestep for each frame. One of HunyuanVideo's
+    branches has a given first frame, with a modulation of its own, which not every patch asks for."""
     is_variant = family in VARIANTS
     file = (write if is_variant else write_checkpoint)(tmp_path / f"{family}.safetensors", family)
     engine = Engine(ParallelConfig(num_pipeline_patch=PATCHES), mesh.single())
@@ -210,7 +213,7 @@ def test_embedders_of_the_timestep_run_once_an_evaluation(family, layers, tmp_pa
     evaluations = len(sample.tensors["sigmas"]) - 1
     # modulation is computed ahead of the steps, with embeddings of its own
     asked = 1 + bool(modulation_cache.COMPUTED["modulation"])
-    assert modulation_cache.COMPUTED["step"] == len(SIDES) * evaluations * layers * asked
+    assert modulation_cache.COMPUTED["step"] == len(SIDES) * evaluations * (before * asked + after)
     forget_outputs(monkeypatch, "step")
     assert_same_bits(engine.sample(sample, Callbacks())[0], samples)
 

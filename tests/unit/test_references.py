@@ -276,8 +276,8 @@ def test_qwen_image21_makes_images_of_odd_sides(tmp_path):
 
 def test_what_references_decide_is_computed_once(tmp_path):
     """Flux.3's prompt and references, each one embedder, four blocks and two modulations, and the positions
-    of both and of the image, once a request and branch; both timesteps' embeddings and the image's
-    modulations once an evaluation."""
+    of both and of the image, once a request and branch; both timesteps' embeddings, the image's
+    modulations and the last norm's once an evaluation."""
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
     sample = request("flux3-edit")
@@ -285,7 +285,7 @@ def test_what_references_decide_is_computed_once(tmp_path):
     evaluations = len(sample.tensors["sigmas"]) - 1
     assert modulation_cache.COMPUTED == {
         "prompt": 2 * (7 + 7 + 3),
-        "step": 2 * (2 * 2 + 2) * evaluations,
+        "step": 2 * (2 * 2 + 2 + 2) * evaluations,
     }
 
 

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from .fewer_passes import adapted
 
+#: The modulation of the last norm of most classes, an AdaLayerNormContinuous of this name.
+LAST_MODULATION = ("norm_out.silu", "norm_out.linear")
+
 
 class AdaLayerNormZero(normalization.AdaLayerNormZero):
     """The norm before a block's attention (adaLN-Zero, arXiv 2212.09748)."""
