@@ -107,6 +107,7 @@ FAMILY = Family(
         prompt_modules=("context_embedder", "pos_embed"),
         step_modules=("time_text_embed", "distilled_guidance_layer"),
         image_modules=("x_embedder",),
+        token_modules=("x_embedder",),
     ),
     layout=LAYOUT,
 )

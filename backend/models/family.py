@@ -220,7 +220,9 @@ class Cache:
     blocks, for the prompt and for positions. step_modules: those before and after the blocks whose input is
     the timestep and the prompt: computed once an evaluation, for all patches. image_modules: those that embed
     the latent's tokens, and references if no list is IMAGE_ONLY. Stages after the first call them once a
-    prompt, and get zeros of the shape: they are sent tokens with values.
+    prompt, and get zeros of the shape: they are sent tokens with values. token_modules: their layers that
+    make each token of its own input alone: linear ones, and convolutions whose stride is their kernel. The
+    first stage gives them the tokens of its forward alone.
     static_text: text does not change with the step: its tokens run through the blocks in a prompt's first
     evaluation alone, and their keys and values are cached.
     """
@@ -233,6 +235,7 @@ class Cache:
     prompt_modules: tuple[str, ...] = ()
     step_modules: tuple[str, ...] = ()
     image_modules: tuple[str, ...] = ()
+    token_modules: tuple[str, ...] = ()
     static_text: bool = False
 
 

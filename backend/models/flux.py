@@ -145,6 +145,7 @@ FAMILY = Family(
         prompt_modules=("context_embedder", "pos_embed"),
         step_modules=("time_text_embed", *LAST_MODULATION),
         image_modules=("x_embedder",),
+        token_modules=("x_embedder",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),
     build=Build(dtypes=BF16_OR_FP16, patch_module=patch_module),

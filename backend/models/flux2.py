@@ -280,6 +280,7 @@ FAMILY = Family(
             *adaptive_norms.LAST_MODULATION,
         ),
         image_modules=("x_embedder",),
+        token_modules=("x_embedder",),
     ),
     layout=LAYOUT,
 )

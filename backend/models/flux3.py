@@ -159,6 +159,7 @@ FAMILY = Family(
         ),
         step_modules=STEP_MODULES,
         image_modules=("x_embedders.image",),
+        token_modules=("x_embedders.image",),
     ),
     build=Build(float32=("*.norm_q.weight", "*.norm_k.weight"), patch_module=patch_module),
     tensor_plan={"*.linear_in": "gated colwise", "*.linear_out": "rowwise", **COMMON},

@@ -156,6 +156,7 @@ FAMILY = Family(
         prompt_modules=("caption_projection.*.linear", "pe_embedder", "p_embedder"),
         step_modules=("t_embedder", "final_layer.adaLN_modulation"),
         image_modules=("x_embedder",),
+        token_modules=("x_embedder.proj",),
     ),
     build=Build(patch_module=patch_module),
     tensor_plan=TENSOR_PLAN,

@@ -226,6 +226,7 @@ FAMILY = Family(
     cache=Cache(
         prompt_modules=("text_embedder",),
         image_modules=("pos_embed",),
+        token_modules=("pos_embed.proj",),
         step_modules=("time_extra_emb", *LAST_MODULATION),
         modulation=("norm1.linear",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),

@@ -335,6 +335,7 @@ FAMILY = Family(
         prompt_modules=("rope",),
         step_modules=("time_text_embed", "context_embedder", *LAST_MODULATION),
         image_modules=("x_embedder",),
+        token_modules=("x_embedder.proj",),
         modulation=("norm1.linear", "norm1_context.linear", "norm.linear"),
     ),
     build=Build(patch_module=patch_module),

@@ -250,6 +250,7 @@ FAMILY = Family(
         prompt_modules=PROMPT_MODULES,
         step_modules=("time_embeddings", "text_transformer_blocks.[0-9]", "out_layer.modulation"),
         image_modules=("visual_embeddings",),
+        token_modules=("visual_embeddings.in_layer",),
         modulation=("visual_modulation.out_layer",),
         modulation_argument="time_embed",
     ),

@@ -302,6 +302,7 @@ FAMILY = Family(
         # layers of VideoEmbedder alone, which notes each token's level at every call
         step_modules=("time_embed.emb", "time_embed.silu", "time_embed.linear"),
         image_modules=("proj_in",),
+        token_modules=("proj_in",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),
     build=Build(patch_module=patch_module),

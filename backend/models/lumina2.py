@@ -195,6 +195,7 @@ FAMILY = Family(
         ),
         step_modules=STEP_MODULES,
         image_modules=("x_embedder",),
+        token_modules=("x_embedder",),
     ),
     build=Build(patch_module=patch_module),
     tensor_plan={

@@ -202,6 +202,7 @@ FAMILY = Family(
         prompt_modules=("caption_projection",),
         step_modules=("adaln_single",),
         image_modules=("pos_embed",),
+        token_modules=("pos_embed.proj",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),
     build=Build(dtypes=FP16_OR_BF16, patch_module=patch_module, pipeline=pipeline_entries),

@@ -208,6 +208,7 @@ FAMILY = Family(
         prompt_modules=("txt_norm", "txt_in", "pos_embed"),
         step_modules=("time_text_embed", *LAST_MODULATION),
         image_modules=("img_in",),
+        token_modules=("img_in",),
         modulation=("img_mod.1", "txt_mod.1"),
     ),
     build=Build(

@@ -149,6 +149,7 @@ FAMILY = Family(
         prompt_modules=("caption_projection", "caption_norm"),
         step_modules=("time_embed",),
         image_modules=("patch_embed",),
+        token_modules=("patch_embed.proj",),
         prompt_layers=("attn2.to_k", "attn2.to_v"),
     ),
     build=Build(

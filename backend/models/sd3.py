@@ -116,6 +116,7 @@ FAMILY = Family(
         prompt_modules=("context_embedder",),
         step_modules=("time_text_embed", *LAST_MODULATION),
         image_modules=("pos_embed",),
+        token_modules=("pos_embed.proj",),
         modulation=("norm1.linear", "norm1_context.linear"),
     ),
     build=Build(dtypes=FP16_OR_BF16),

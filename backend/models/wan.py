@@ -321,6 +321,7 @@ FAMILY = Family(
     cache=Cache(
         prompt_modules=("rope", "condition_embedder.text_embedder"),
         image_modules=("patch_embedding",),
+        token_modules=("patch_embedding",),
         step_modules=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
         prompt_layers=("attn2.to_k", "attn2.to_v", "attn2.add_k_proj", "attn2.add_v_proj"),
     ),

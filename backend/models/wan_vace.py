@@ -163,6 +163,7 @@ FAMILY: Family = wan.FAMILY.changed(
         "conditioning.controls": lambda cond: cond["vace_context"].shape[1],
         "conditioning.image_features": count_none,
         "conditioning.refusal": refusal,
+        "cache.token_modules": ("patch_embedding", "vace_patch_embedding"),
         "cache.prompt_layers": ("attn2.to_k", "attn2.to_v", "control.attn2.to_k", "control.attn2.to_v"),
         "build.patch_module": patch_module,
         "layout": LAYOUT,

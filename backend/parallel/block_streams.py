@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..models.blocks import IMAGE_ONLY, JOINED
 from ..models.common.shape_only import shape_only
 from ..models.family import Family
+from .local_embedding import LocalTokens
 from .request_caches import Positions, cuts_of, select
 from .sequence import EMPTY, SequenceLengths, Span, TokenShards, whole_sequence
 from .step_context import StepContext
@@ -124,6 +125,17 @@ class Forward:
         assert self.entered is not None, "block 0 comes first"
         return self.entered
 
+    def embedded(self, tokens: int, rank: int, size: int, shares: tuple) -> tuple[Span, ...]:
+        """Return which of the ``tokens`` of an embedder go into the blocks of the SP rank ``rank``: of the
+        latent, and of references where these follow it. () for all, and for tokens of something else."""
+        if tokens not in (self.latent, self.latent + self.reference):
+            return ()
+        image = self.context.image or Span(0, self.latent)
+        spans = [image.shard(rank, size, shares)]
+        if tokens > self.latent and self.context.with_text:
+            spans.append(Span(self.latent, tokens))
+        return () if sum(map(len, spans)) == tokens else tuple(spans)
+
     def streams(self, index: int, call: dict[str, Any]) -> Streams:
         """Return this rank's tokens among a block's arguments; whole where they enter."""
         structure = self.structure
@@ -182,10 +194,13 @@ class Forward:
 
     def _local_image(self, image: Tensor) -> Tensor:
         shard = self.tokens.local
-        latent = image[:, shard.image.indices]
+        if isinstance(image, LocalTokens):
+            assert image.spans[0] == shard.image, "an embedder is given the tokens of the forward"
+            latent, references = image.local.tensor_split((len(shard.image),), dim=1)
+        else:
+            latent, references = image[:, shard.image.indices], image[:, self.tokens.sequence.image :]
         if not len(shard.reference):
             return latent
-        references = image[:, self.tokens.sequence.image :]
         return torch.cat([latent, references[:, shard.reference.indices]], dim=1)
 
     def put_streams(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):

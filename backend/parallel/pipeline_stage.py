@@ -1,9 +1,10 @@
 """One rank's stage of a transformer: the model's own forward with its blocks wrapped.
 
 Every rank calls the same forward (PipeFusion, arXiv 2405.14430, in a generic form). Blocks of other stages
-pass their input through, so shapes are known without handshakes. Tokens are cut once, at block 0. The first
-local block receives; the last one sends and ends the forward. Up to Blocks.output_layer the model's own end
-sees this forward's tokens; without that the full sequence, of which only these carry values.
+pass their input through, so shapes are known without handshakes. Tokens are cut once, at block 0, or in the
+embedder before it. The first local block receives; the last one sends and ends the forward. Up to
+Blocks.output_layer the model's own end sees this forward's tokens; without that the full sequence, of which
+only these carry values.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ from .attention.early_values import watch_values
 from .attention.kv_buffers import KVBuffers
 from .block_streams import BlockStructure, Forward, Streams, block_list, blocks_of, token_shards
 from .comm import Pipe, cat_or_same
+from .local_embedding import embed_local_tokens
 from .mesh import Mesh
 from .sequence import SequenceLengths, Span, TokenShards
 from .staged_block import StagedBlock
@@ -70,6 +72,8 @@ class Stage:
         self.hooks = []
         for block in self.own_blocks:  # ``join`` makes another Attention: each call asks for that of now
             self.hooks += watch_values(block, family.blocks, lambda: self.attention)
+        if mesh.pp.is_first:
+            self.hooks += embed_local_tokens(transformer, family.cache.token_modules, self._embedded)
         if family.blocks.output_layer:
             output_layer = transformer.get_submodule(family.blocks.output_layer)
             self.hooks.append(output_layer.register_forward_hook(self._fill))
@@ -98,6 +102,11 @@ class Stage:
                 modules[i] = wrapped.block
         for hook in self.hooks:
             hook.remove()
+
+    def _embedded(self, tokens: int) -> tuple[Span, ...]:
+        """Return which of an embedder's ``tokens`` a forward needs here; () for all."""
+        sp = self.mesh.sp
+        return self.current.embedded(tokens, sp.rank, sp.size, sp.shares) if self.current else ()
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""
