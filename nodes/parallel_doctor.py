@@ -15,8 +15,8 @@ import comfy.model_management
 from comfy_api.latest import io
 
 from ..backend.client import pool
-from ..backend.client.auto.probe_process import end_process
 from ..backend.client.launching import fork_guard
+from ..backend.client.launching.child_process import end_process
 from ..backend.protocol import BackendError
 from .host.progress import NodeStatus
 from .host.refusals import errors_on_node

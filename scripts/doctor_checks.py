@@ -11,7 +11,7 @@ from doctor_room import more_memory
 from doctor_slow_copies import copies
 from doctor_wheels import IMPORT_SECONDS
 
-from backend.client.launching.exit_report import MIN_SHARED_MEMORY
+from backend.client.exit_report import MIN_SHARED_MEMORY
 from backend.runtime.install_command import how_to_install, install_command
 
 #: Least versions (README.md).

@@ -29,9 +29,9 @@ from doctor_under_load import UnderLoad
 from doctor_wheels import WHEELS, Wheel, is_installed, tried
 
 from backend.client.auto import driver_query, measurements
-from backend.client.auto.cache_files import cache_folder
+from backend.client.cache_files import cache_folder
+from backend.client.exit_report import SHARED_MEMORY
 from backend.client.launching import dependencies, nccl_settings, rank_environment
-from backend.client.launching.exit_report import SHARED_MEMORY
 from backend.hardware.gpu_kernels import has_kernels_for
 
 ROOT = Path(__file__).resolve().parents[1]

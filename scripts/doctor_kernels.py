@@ -17,7 +17,7 @@ from doctor_next import OTHER_METHOD, REPORT
 from doctor_processes import Ended
 from doctor_time import of_form, while_time
 
-from backend.client.auto.cache_files import cache_folder
+from backend.client.cache_files import cache_folder
 from backend.config import CHOICES, ParallelConfig
 from backend.parallel.attention.kernel_table import kernel_of
 from backend.protocol import RefusedError

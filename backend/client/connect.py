@@ -8,7 +8,7 @@ from ..config import ConfigError, ParallelConfig, in_words
 from ..protocol import BackendError
 from ..runtime.callbacks import nothing
 from .client import POLL_SECONDS, BackendClient
-from .launching.launcher import READY_SECONDS
+from .durations import READY_SECONDS
 
 #: Environment variable with the addresses that a graph may name.
 ADDRESSES_VARIABLE = "PARALLEL_DIT_ADDRESSES"

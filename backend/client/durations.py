@@ -4,6 +4,10 @@ import os
 
 from ..config import ConfigError
 
+#: A rank starts within seconds on a warm disk and minutes on a cold network one; so long none may be added to
+#: those that are ready.
+READY_SECONDS = 300.0
+
 
 def duration(variable: str, unit: str, unset: str) -> float | None:
     """Return the positive number of an environment variable, None where it is unset or empty; ConfigError for

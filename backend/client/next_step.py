@@ -4,7 +4,7 @@ import re
 
 from ..errors import RAN_OUT
 from ..hardware.device_memory import says_out_of_memory
-from .launching.exit_report import RankFailure, signal_name
+from .exit_report import RankFailure, signal_name
 from .silence import RUNS, STATES
 
 #: Why a machine ends its ranks where no client asked for that, as it tells the others.

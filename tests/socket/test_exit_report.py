@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.client.launching import exit_report, launcher
-from backend.client.launching.exit_report import cause_among, failures, full_disk
+from backend.client import exit_report
+from backend.client.exit_report import cause_among, failures, full_disk
+from backend.client.launching import launcher
 
 TABLE = """\
 [0]:

@@ -14,9 +14,9 @@ from backend.client import client, pack_version, pool
 from backend.client.auto import preflight, probe_process
 from backend.client.auto.model_choice import ModelChoice
 from backend.client.client import HandshakeError
+from backend.client.exit_report import links_hint
 from backend.client.launching import launcher, rank_environment
 from backend.client.launching.agent_command import launch_command
-from backend.client.launching.exit_report import links_hint
 from backend.client.launching.launcher import BackendProcess
 from backend.config import ConfigError, ParallelConfig
 from backend.protocol import BackendError, Failure, RefusedError, Status, framing

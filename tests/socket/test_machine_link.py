@@ -11,7 +11,7 @@ import machine_pair
 import pytest
 from machine_pair import BEGIN, HELLO, PATIENCE, TOKEN, GaveUp
 
-from backend.client.launching.exit_report import RankFailure, cause_among
+from backend.client.exit_report import RankFailure, cause_among
 from backend.client.machines import machine_link, machine_rendezvous
 from backend.client.silence import SILENT_SECONDS
 from backend.config import ConfigError

@@ -234,6 +234,19 @@ def test_solvers_know_predictions_alone(module):
     assert not [m for m in imports(module) if under(m, ["backend.sampling"]) and not under(m, OF_SOLVERS)]
 
 
+def test_rooms_within_a_room_import_one_way():
+    """As the folders of backend.client do: auto plans, and launches ranks; launching links machines."""
+    inner = {module: ".".join(module.split(".")[:3]) for module in SOURCES if module.count(".") > 2}
+    found = {
+        (inner[module], inner[imported])
+        for module in inner
+        for imported in imports(module) & inner.keys()
+        if inner[module] != inner[imported] and room(module) == room(imported)
+    }
+    assert ("backend.client.auto", "backend.client.launching") in found
+    assert not {(above, below) for above, below in found if (below, above) in found}
+
+
 def test_files_import_each_other_in_no_circle():
     """But for CIRCLES, of which one arrow is there for a type alone."""
     arrows_left = {module: set(imports(module)) & SOURCES.keys() - {module} for module in SOURCES}

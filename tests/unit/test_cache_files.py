@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.client.auto import cache_files, measurements
+from backend.client import cache_files
+from backend.client.auto import measurements
 from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 

@@ -13,7 +13,8 @@ import doctor_facts
 import interpreters
 import pytest
 
-from backend.client.auto import cache_files, driver_query, measurements
+from backend.client import cache_files
+from backend.client.auto import driver_query, measurements
 from backend.client.auto.model_choice import ModelChoice
 from backend.client.launching import nccl_settings
 from backend.client.launching.dependencies import require_dependencies

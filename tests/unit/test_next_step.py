@@ -2,7 +2,7 @@
 
 import pytest
 
-from backend.client.launching.exit_report import RankFailure
+from backend.client.exit_report import RankFailure
 from backend.client.next_step import failure_sentence
 from backend.client.silence import RUNS, STATES
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from tiny import write_checkpoint
 
-from backend.client.auto import cache_files, preflight
+from backend.client import cache_files
+from backend.client.auto import preflight
 from backend.client.auto.model_choice import ModelChoice
 from backend.config import ConfigError, ParallelConfig
 from backend.errors import UnsupportedError

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.client.auto import cache_files, probe_process
+from backend.client import cache_files, exit_report
+from backend.client.auto import probe_process
 from backend.client.auto.probe_process import UnmeasuredError, _unmeasured, measured_rates
-from backend.client.launching import exit_report, nccl_settings
-from backend.client.launching.exit_report import RankFailure
+from backend.client.exit_report import RankFailure
+from backend.client.launching import nccl_settings
 from backend.config import ParallelConfig
 from backend.planner.machine import AGAIN, Machine
 

@@ -15,8 +15,8 @@ import torch
 
 from backend import probe
 from backend.client.auto import probe_process
+from backend.client.exit_report import _FIRST
 from backend.client.launching import nccl_settings
-from backend.client.launching.exit_report import _FIRST
 from backend.client.launching.rank_environment import sanitized_environment
 from backend.config import ParallelConfig
 from backend.protocol import BackendError

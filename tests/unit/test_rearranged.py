@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tiny import write_shallow_flux
 
+from backend.client.exit_report import RankFailure
 from backend.client.launching import launcher
-from backend.client.launching.exit_report import RankFailure
 from backend.config import ParallelConfig
 from backend.engine import Engine
 from backend.errors import ARRANGING, RAN_OUT

@@ -15,12 +15,12 @@ from ...planner.machine import RESERVE, Machine
 from ...planner.model_shape import ModelShape
 from ...protocol import BackendError
 from ...runtime.torch_version import host_compiler, installed
-from .. import status
+from .. import cache_files, status
 from ..launching.interpreter import installed_at, packages_changed, ranks_python
 from ..launching.nccl_settings import gpu_names, link_key
 from ..launching.rank_environment import driver_name
 from ..pool import Backend
-from . import cache_files, driver_query
+from . import driver_query
 from .model_choice import ModelChoice
 from .preflight import least_capability, read_shape, stamp
 from .probe_process import MAX_SECONDS, Check, measured_rates

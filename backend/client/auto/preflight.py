@@ -22,13 +22,13 @@ from ...loading.files.regular_files import file_state
 from ...protocol import BackendError, RefusedError
 from ...runtime.callbacks import nothing
 from ...runtime.torch_version import installed
+from .. import cache_files
+from ..exit_report import killed_by
 from ..interrupts import turn
 from ..launching import fork_guard
-from ..launching.exit_report import killed_by
 from ..launching.interpreter import PACK, answered, packages_changed, ranks_python
 from ..launching.rank_environment import sanitized_environment
 from ..pack_version import IMPORTED, require_same_pack
-from . import cache_files
 from .model_choice import ModelChoice
 
 #: How often the wait looks whether somebody wants to stop, in seconds.

@@ -17,9 +17,7 @@ from ...hardware.device_memory import says_full_gpu
 from ...planner.machine import AGAIN
 from ...protocol import BackendError
 from ...runtime.callbacks import never
-from ..launching import fork_guard, nccl_settings
-from ..launching.agent_command import agent_command
-from ..launching.exit_report import (
+from ..exit_report import (
     FIXED_SEGMENTS_REMEDY,
     NCCL_CAUSE,
     ended_by_signal,
@@ -28,6 +26,9 @@ from ..launching.exit_report import (
     was_shared_memory_full,
     words_of_abort,
 )
+from ..launching import fork_guard, nccl_settings
+from ..launching.agent_command import agent_command
+from ..launching.child_process import END_SECONDS, end_process
 from ..launching.interpreter import PACK
 from ..launching.private_folder import private_folder
 from ..launching.rank_environment import sanitized_environment
@@ -40,8 +41,6 @@ MAX_SECONDS = 300.0
 ANSWER_SECONDS = 90.0
 #: Bytes of a failure's report: the end of what ranks printed.
 LOG_BYTES = 8 << 10
-#: An agent needs this long at most to end ranks that hang.
-END_SECONDS = 8.0
 #: What a failure says that another way between GPUs may fix.
 _OF_LINKS = re.compile(
     r"nccl|nvlink|peer access|other bytes|illegal memory access|launch failure", re.IGNORECASE
@@ -277,17 +276,6 @@ def _waited(
             began = time.monotonic()
             limit = min(longest, ANSWER_SECONDS) if linking else longest
     return None
-
-
-def end_process(process: subprocess.Popen, seconds: float):
-    """Ask a process to end unless it has, and kill it after so many ``seconds``."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def hang_remedy(device: str) -> str:

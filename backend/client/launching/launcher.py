@@ -18,21 +18,19 @@ from ...protocol import BackendError, Shutdown
 from ...protocol.heartbeats import Heartbeats
 from ...quantization.dequantized_cache import stop_caching_dequantized
 from ...runtime.callbacks import nothing
-from ..auto.probe_process import END_SECONDS, end_process
 from ..client import BackendClient, HandshakeError
+from ..durations import READY_SECONDS
+from ..exit_report import cause_among, failures, full_disk, last_error, links_hint
 from ..machines.machine_link import Link
 from ..next_step import NOBODY_ASKED, failure_sentence
 from ..pack_version import require_same_pack
 from ..silence import CANCEL_SILENT_SECONDS, SilenceWatch, belongs_to_backend, silent_seconds
 from . import fork_guard
 from .agent_command import ONE_MACHINE, STORE, launch_command
-from .exit_report import cause_among, failures, full_disk, last_error, links_hint
+from .child_process import END_SECONDS, end_process
 from .private_folder import LOGS, private_folder
 from .rank_environment import sanitized_environment
 
-#: A rank starts within seconds on a warm disk and minutes on a cold network one; so long none may be added to
-#: those that are ready.
-READY_SECONDS = 300.0
 #: After a rank has ended, torchrun needs this long at most to end the others and to write why, also where
 #: other processes want the machine: until then only what followed is known.
 EXIT_REPORT_SECONDS = 20.0

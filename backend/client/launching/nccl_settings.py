@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from ...hardware.device_memory import device_name
-from ..auto import cache_files
-from .exit_report import lacks_shared_memory
+from .. import cache_files
+from ..exit_report import lacks_shared_memory
 from .interpreter import packages_changed
 
 #: Variables of the environment that choose the GPUs, or the way that NCCL takes between them.

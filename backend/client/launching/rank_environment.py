@@ -12,7 +12,7 @@ from ...hardware.device_memory import FIXED_SEGMENTS
 from ...protocol.heartbeats import MAX_COLLECTIVE_SECONDS
 from ...quantization.dequantized_cache import rank_variables
 from ...runtime.torch_version import has_torch
-from ..auto.cache_files import cache_folder
+from ..cache_files import cache_folder
 from . import allocator, nccl_settings
 from .interpreter import PACK, inherited, ranks_python
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...protocol.handshake import MAX_HELLO
 from ...runtime.callbacks import nothing
-from ..launching.exit_report import RankFailure
+from ..exit_report import RankFailure
 from ..silence import LOOK_SECONDS, silent_seconds
 from .machines import Machines
 

@@ -12,7 +12,7 @@ from ...config import ConfigError
 from ...protocol import BackendError, handshake
 from ...protocol.handshake import HELLO_SECONDS
 from ...runtime.callbacks import nothing
-from ..launching.launcher import READY_SECONDS
+from ..durations import READY_SECONDS
 from .machine_link import MAX_LINE, Check, Link, Peer
 from .machines import Machines
 

@@ -1,5 +1,6 @@
 """safetensors files, mapped and read by slices; bytes are counted."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -151,3 +152,13 @@ def weight_paths(folder: Path, allowed: Folders = ANYWHERE) -> list[Path]:
             f"transformer folder has one file, or several with a .safetensors.index.json."
         )
     return files
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest magnitude in ``x``; NaN where it holds one."""
+    if not x.numel():
+        return 0.0
+    if not x.is_floating_point() or x.element_size() == 1:  # torch has no extremes of float8
+        x = x.float()
+    low, high = torch.aminmax(x)
+    return max(-low.item(), high.item()) if low == low else math.nan

@@ -4,9 +4,9 @@ import torch
 
 from ...errors import UnsupportedError, quoted
 from ..checkpoint import Checkpoint
-from ..lora.lora_validation import largest
 from ..quantized import QuantizedFiles
 from ..quantized_layers import QuantizedLayer
+from .safetensors_files import largest
 
 #: The exponent of E8M0 that stands for NaN, and the bits of E4M3 besides its sign that do.
 NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F

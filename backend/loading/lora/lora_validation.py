@@ -6,12 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from ...errors import UnsupportedError
 from ..files.regular_files import file_state
-from ..files.safetensors_files import FLOATING
+from ..files.safetensors_files import FLOATING, largest
 from .adapters import Adapter
 
 #: Stored types of an alpha that is an integer.
@@ -78,16 +75,6 @@ def check_values(path: str, strength: float, adapters: Iterable[tuple[object, Ad
 def _largest_values(path: str, state: tuple[int, ...]) -> dict[str, float]:
     """Return key -> largest magnitude of one state of a file, to be filled by the caller."""
     return {}
-
-
-def largest(x: Tensor) -> float:
-    """Return the largest magnitude in ``x``; NaN where it holds one."""
-    if not x.numel():
-        return 0.0
-    if not x.is_floating_point() or x.element_size() == 1:  # torch has no extremes of float8
-        x = x.float()
-    low, high = torch.aminmax(x)
-    return max(-low.item(), high.item()) if low == low else math.nan
 
 
 def _describe(adapter: Adapter, role: str) -> str:

@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import allocator
+from .launching import allocator
 
 #: torchrun's failure table (torch.distributed.elastic.multiprocessing.errors).
 _FAILURE = re.compile(

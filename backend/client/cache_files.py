@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from ...runtime.whole_files import replace_file
+from ..runtime.whole_files import replace_file
 
 #: Changes where what is written has another meaning.
 VERSION = 22
