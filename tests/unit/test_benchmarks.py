@@ -51,6 +51,7 @@ def start(monkeypatch):
             "scaling",
             "shares",
             "start",
+            "where",
             "wire_drift",
         ),
         "transport",
@@ -103,6 +104,40 @@ def test_peers_compares_rings_of_two_ranks(start, model, tmp_path):
     assert end.value.code == 0
     report = json.loads((tmp_path / "peers-2-ring.json").read_text())
     assert report["difference"] < 1e-5 and report["rounds"].keys() == {"diffusers", "ours"}
+
+
+def test_where_says_what_ranks_wait_for(start, model, tmp_path, capfd):
+    """Of a pipeline each rank has a row."""
+    found = tmp_path / "where.json"
+    methods = ["one", "ulysses", "pipefusion 2", "pipefusion 4", "cfg"]
+    with pytest.raises(SystemExit) as end:
+        start("where", *SMALL, "--model", model, "--methods", *methods, "--json", str(found))
+    assert end.value.code == 0
+    stages = [f"pipefusion {patches}, rank {rank}" for patches in (2, 4) for rank in (0, 1)]
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split()[-3:] == ["waiting", "wall", "clock"]
+    assert [line.partition("  ")[0] for line in lines[2:7]] == ["one", "ulysses", *stages[:3]]
+    assert [line.partition("  ")[0] for line in lines[7:]] == [stages[3], "cfg"]
+    rounds = json.loads(found.read_text())
+    assert list(rounds) == methods and {len(each) for each in rounds.values()} == {1}
+    one, ulysses, *others = (each[0] for each in rounds.values())
+    assert one["waiting"] == 0 < ulysses["waiting"] < ulysses["wall clock"]
+    for sums in (one, ulysses, *others):
+        assert sums["aten::linear"] > 0 and sums["matrix products"] < sums["CPU"]
+
+
+def test_where_counts_pipefusion_in_its_steady_state(monkeypatch):
+    """Without the warm-up, the step that fills the pipeline and the one that drains it."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import where
+
+    begins = [7, 100, 1000, 2000, 3000]  # of the steps of a request
+    readings = [{"thread": each} for each in (0.0, *begins, 5000.0)]
+    pipeline = where.METHODS["pipefusion 2"]
+    assert pipeline.steps(2) == len(begins)
+    assert pipeline.counted(readings)["thread"] == begins[4] - begins[2]
+    assert where.METHODS["ulysses"].steps(2) == 2
+    assert where.METHODS["ulysses"].counted(readings)["thread"] == 5000
 
 
 def test_the_operator_of_flash_attention_is_exact_on_the_cpu(monkeypatch):
