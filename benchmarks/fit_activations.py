@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,10 +77,10 @@ def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Ro
 def fitted(rows: list[Row]) -> tuple[dict[str, float], float]:
     """Return NUMBERS of a family, and the largest relative error."""
     rows = sorted(rows, key=lambda row: row.held - row.latents)
-    counts = range(len(rows) + 1)
-    best = min((program(rows, count) for count in counts), key=lambda solved: solved[1])
-    numbers, error, outside = best
-    numbers, _, _ = program(rows, outside, SLACK * error)
+    solved = [program(rows, count) for count in range(len(rows) + 1)]
+    error = min(largest for _, largest, _ in solved)
+    alike = [outside for _, largest, outside in solved if largest <= SLACK * error]
+    numbers, _, _ = min((program(rows, outside, SLACK * error) for outside in alike), key=itemgetter(1))
     return {name: round(max(0.0, float(each)), DIGITS) for name, each in zip(NUMBERS, numbers)}, error
 
 
