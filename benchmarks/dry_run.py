@@ -4,7 +4,8 @@
 
 Needs no GPU and no weights. The header of a released file gives a transformer its configuration; Engine.load
 places its blocks, cuts or shards its matrices and "reads" meta tensors; the step loop runs a few steps in
-bf16 at a usual size, with one prompt, under CFG with two. Process groups are names (meta_device.py), FSDP2's
+bf16 at a usual size, with one prompt, under CFG with two, and with one sample for each replica. Which methods
+and hybrids run on how many ranks dry_run_methods.py says. Process groups are names (meta_device.py), FSDP2's
 a fake one (meta_fsdp.py). Counted are bytes sent by mechanism and multiplications of the last step, and the
 most bytes held in any. --write stores them; docs/scaling.md compares them with what describe() says of the
 same rank (scripts/scaling_page.py).
@@ -27,11 +28,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks"), str(
 import launches
 import torch
 import torch.nn.functional as F
+from dry_run_methods import METHODS, Method
 from meta_device import META, meta_device
 from meta_fsdp import Gathers, meta_fsdp
 from meta_shapes import Mode
 from operation_count import Count, tensors_in
-from released_sizes import DISTILLED, RELEASED, checkpoint_of, guided, request_of
+from released_sizes import RELEASED, checkpoint_of, guided, request_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
@@ -48,40 +50,6 @@ from backend.sampling.model_runner import LoadedModel, Runner, running
 from backend.sampling.request import Request, build
 from backend.sampling.step_loop import Callbacks, Denoiser
 
-
-@dataclass(frozen=True)
-class Method:
-    """A way to use a number of ranks. degree: which is as large as ``cfg_degree`` leaves it. shards: FSDP."""
-
-    degree: str
-    cfg_degree: int = 1
-    shards: bool = False
-
-    def config(self, ranks: int) -> ParallelConfig:
-        """Configure so many ranks. Raises ConfigError."""
-        degrees: dict[str, Any] = {self.degree: ranks // self.cfg_degree}
-        every = replace(ParallelConfig(), cfg_degree=self.cfg_degree, shard_weights=self.shards, **degrees)
-        return every.validate()
-
-    @property
-    def prompts(self) -> int:
-        """Count the prompts of a request that is run: one on each CFG rank."""
-        return self.cfg_degree
-
-    def suits(self, family: str) -> bool:
-        """Return whether a golden family's released model takes as many prompts."""
-        return self.prompts == 1 or family not in DISTILLED
-
-
-METHODS = {
-    "ulysses": Method("ulysses_degree"),
-    "ring": Method("ring_degree"),
-    "tensor parallel": Method("tensor_parallel_degree"),
-    "pipefusion": Method("pipefusion_degree"),
-    "cfg x ulysses": Method("ulysses_degree", cfg_degree=2),
-    "fsdp": Method("ulysses_degree", shards=True),
-}
-RANKS = (2, 4, 8, 16)
 #: The first step computes what the prompt decides, and PipeFusion's is synchronous; the second one is steady.
 STEPS = 2
 STORED = Path(__file__).with_suffix(".json")
@@ -230,7 +198,7 @@ def run(family: str, method: str, ranks: int, rank: int, attention: str = "auto"
         mesh = replace(launches.mesh_of(config, rank), weights=gathers.mesh)
         model = loaded(family, config, mesh)  # not in inference mode, whose tensors FSDP2 cannot shard
         with torch.inference_mode():
-            request = built(family, config, model, STEPS, attention)
+            request = built(family, METHODS[method], model, mesh, attention)
             held = list(tensors_of(model))
             meter = Meter(iter(held), gathers, count)
             with counting_attention(meter), running(model, request) as runner, meter:
@@ -265,14 +233,20 @@ def prompt_bytes(model: LoadedModel) -> int:
     return sum(each.bytes for each in every if isinstance(each, CachedLayer) and each.kind == "prompt")
 
 
-def built(
-    family: str, config: ParallelConfig, model: LoadedModel, steps: int, attention: str = "auto"
-) -> Request:
-    """Return the request of a usual size, with a prompt for each CFG rank."""
-    sample = replace(request_of(family, model.weights.checkpoint, steps), attention=attention)
-    if config.cfg_degree > 1:
+def built(family: str, method: Method, model: LoadedModel, mesh: Mesh, attention: str = "auto") -> Request:
+    """Return a rank's part of the request of a usual size, with a prompt for each CFG rank and a sample for
+    each replica."""
+    config = method.config(mesh.world_size)
+    sample = replace(request_of(family, model.weights.checkpoint, STEPS), attention=attention)
+    if method.prompts > 1:
         sample = guided(sample)
-    return build(sample, config, model.family, model.config, model.dtype, META)
+    if method.batch > 1:
+        latents = {
+            name: sample.tensors[name].expand(method.batch, *sample.tensors[name].shape[1:])
+            for name in ("noise", "latent")
+        }
+        sample = replace(sample, tensors=sample.tensors | latents)
+    return build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
 
 
 def tensors_of(model: LoadedModel) -> Iterator[Tensor]:
@@ -284,14 +258,13 @@ def tensors_of(model: LoadedModel) -> Iterator[Tensor]:
 
 
 def runs(families: list[str], methods: list[str]) -> Iterator[tuple[str, str, int, int]]:
-    """Yield (family, method, ranks, rank) of every dry run: as the last rank, whose share is the uneven one,
-    and of most stages as the first and the middle one too, which send to the next."""
-    for family, method, ranks in product(families, methods, RANKS):
-        if not METHODS[method].suits(family):
-            continue
-        stages = (0, ranks // 2) if method == "pipefusion" and ranks == max(RANKS) else ()
-        for rank in (*stages, ranks - 1):
-            yield family, method, ranks, rank
+    """Yield (family, method, ranks, rank) of every dry run."""
+    for family, name in product(families, methods):
+        method = METHODS[name]
+        if method.suits(family):
+            yield from (
+                (family, name, ranks, rank) for ranks in method.ranks for rank in method.places(ranks)
+            )
 
 
 def stored() -> dict[str, dict]:

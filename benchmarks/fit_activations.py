@@ -5,8 +5,10 @@
 Needs scipy. Each row of dry_run.json tells how much one rank held; keys and values, latents and long skips
 are known. The rest is max((replicated + cut / TP + communicated + ring) / SP, outside), whose five numbers
 are fitted for each family: first for the least largest relative error, then for the least mean one. Both are
-linear programs, one for each number of rows of which the layers outside of the blocks hold most. Prints the
-numbers and the largest error; --write stores them in backend/rank_plan/activations.json.
+linear programs, one for each number of rows of which the layers outside of the blocks hold most. A sixth
+number, "buffered", stands for "communicated" where PipeFusion's buffers take what is sent. It alone is fitted
+to the rows of that hybrid. Prints the numbers and the largest error of both fits; --write stores them in
+backend/rank_plan/activations.json.
 """
 
 import argparse
@@ -31,6 +33,9 @@ from backend.rank_plan.workload import Workload
 
 STORED = ROOT / "backend/rank_plan/activations.json"
 NUMBERS = ("replicated", "cut", "communicated", "ring", "outside")
+#: The sixth number, the hybrid to which it is fitted, and what is tried for it.
+BUFFERED, HYBRID = "buffered", "pipefusion x ulysses"
+TRIED = np.arange(0, 2000) / 100
 #: Digits that are stored, and how much larger than the least the largest error may be for the mean's sake.
 DIGITS, SLACK = 2, 1.001
 
@@ -47,15 +52,19 @@ class Row:
     held: float
 
 
-def rows() -> Iterator[Row]:
-    """Read every dry run that could run, but for CFG's and FSDP's: their ranks hold what those of as much
-    Ulysses hold, which would count twice. CFG alone, a whole image on a rank, is compared without being
-    fitted."""
+def rows(*methods: str) -> Iterator[Row]:
+    """Read every dry run of ``methods`` that could run."""
     for name, counted in dry_run.stored().items():
         golden, method, ranks, rank = name.split("/")
-        is_alike = dry_run.METHODS[method].cfg_degree > 1 or dry_run.METHODS[method].shards
-        if isinstance(counted, dict) and not is_alike:
+        if isinstance(counted, dict) and method in methods:
             yield row_of(golden, method, int(ranks), int(rank), counted)
+
+
+def alone() -> list[str]:
+    """Return the methods that are fitted, all but FSDP and hybrids: their ranks hold what those of fewer
+    methods hold, which would count twice. CFG alone, a whole image on a rank, and hybrids are compared with
+    the numbers."""
+    return [name for name, method in dry_run.METHODS.items() if not method.fixed and not method.shards]
 
 
 def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Row:
@@ -82,6 +91,21 @@ def fitted(rows: list[Row]) -> tuple[dict[str, float], float]:
     alike = [outside for _, largest, outside in solved if largest <= SLACK * error]
     numbers, _, _ = min((program(rows, outside, SLACK * error) for outside in alike), key=itemgetter(1))
     return {name: round(max(0.0, float(each)), DIGITS) for name, each in zip(NUMBERS, numbers)}, error
+
+
+def buffered(numbers: dict[str, float], rows: list[Row]) -> tuple[float, float]:
+    """Fit what rows of HYBRID hold in place of "communicated", with the other numbers as they are: for the
+    least largest relative error, then for the least mean one. Return it, and the largest error."""
+    errors = []
+    for row in rows:
+        replicated, cut, sent, _ = row.inside
+        known = replicated * numbers["replicated"] + cut * numbers["cut"] + row.skips
+        found = np.maximum(known + sent * TRIED, numbers["outside"]) + row.latents
+        errors.append(abs(found / row.held - 1))
+    largest = np.max(errors, axis=0)
+    mean = np.mean(errors, axis=0)
+    best = min(range(len(TRIED)), key=lambda index: (round(largest[index], 4), mean[index]))
+    return float(TRIED[best]), float(largest[best])
 
 
 def program(rows: list[Row], outside: int, most: float | None = None) -> tuple[list[float], float, int]:
@@ -116,19 +140,27 @@ def program(rows: list[Row], outside: int, most: float | None = None) -> tuple[l
     return list(solved.x[: len(NUMBERS)]), solved.fun, outside
 
 
+def by_family(rows: Iterator[Row]) -> dict[str, list[Row]]:
+    """Collect the rows of each family."""
+    families: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        families[row.family].append(row)
+    return families
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help=f"store the numbers in {STORED.name}")
     chosen = parser.parse_args()
-    families = defaultdict(list)
-    for row in rows():
-        families[row.family].append(row)
+    families = by_family(rows(*alone()))
+    hybrids = by_family(rows(HYBRID))
     numbers = {}
     for family in sorted(families):
         numbers[family], error = fitted(families[family])
-        print(f"{family}: {numbers[family]}, largest error {error:.1%}", flush=True)
+        numbers[family][BUFFERED], other = buffered(numbers[family], hybrids[family])
+        print(f"{family}: {numbers[family]}, largest errors {error:.1%} and {other:.1%}", flush=True)
     if chosen.write:
         lines = (f"{json.dumps(family)}: {json.dumps(each)}" for family, each in numbers.items())
         STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

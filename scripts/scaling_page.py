@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts", "benchmarks", "tests/support"))]
 import dry_run
 import torch
+from dry_run_methods import PROJECTED
 from page_parts import Part, markdown
 from published import A100, CASES, H100, L40, LEFT_OUT, RTX4090
 from published_errors import errors, middle, of_pipefusion, published
@@ -113,7 +114,7 @@ class Model:
         return RequestEstimate(self.size.image_tokens, self.size.text_tokens, STEPS, prompts)
 
     def macs(self, plan: RankPlan, method: str, ranks: int) -> float:
-        """Count the multiplications of a rank's blocks in a step: of one prompt, or one on each CFG rank."""
+        """Count the multiplications of a rank's blocks in a step: of its prompt, and of its samples."""
         config = dry_run.METHODS[method].config(ranks)
         tp = config.tensor_parallel_degree
         ring = config.ring_degree
@@ -126,7 +127,7 @@ class Model:
                 linear = block.linear(image, text if text_is_joint else lengths[1])
                 total += linear * (1 - block.cut + block.cut / tp)
             total += block.attention(*lengths) * heads / tp / ring
-        return total
+        return total * plan.samples
 
 
 @cache
@@ -143,7 +144,7 @@ def plans_of(family: str, method: str, ranks: int, calls: int = 0) -> list[RankP
     wanted = dry_run.METHODS[method]
     config = wanted.config(ranks)
     check_degrees(found.checkpoint, config)
-    size = replace(found.size, prompts=wanted.prompts, calls=calls or found.size.calls)
+    size = replace(found.size, prompts=wanted.prompts, batch=wanted.batch, calls=calls or found.size.calls)
     return describe(config, found.checkpoint, size, torch.bfloat16)
 
 
@@ -203,7 +204,7 @@ def projected_row(family: str, name: str) -> tuple[str, ...]:
     asked = question(about, machine, gpus, gib)
     alone = asked.option(ParallelConfig())
     one = step(asked, alone)
-    methods = [cell(asked, by_method(asked, method), one) for method in dry_run.METHODS]
+    methods = [cell(asked, by_method(asked, method), one) for method in PROJECTED]
     try:
         option = choose(asked).option
         chosen = (option.name, cell(asked, option, one))
@@ -217,7 +218,7 @@ def projected_row(family: str, name: str) -> tuple[str, ...]:
 
 def projected_table(name: str) -> str:
     """Write the projected seconds a step of every model on a machine."""
-    methods = [f"{method} {MACHINES[name][1]}" for method in dry_run.METHODS]
+    methods = [f"{method} {MACHINES[name][1]}" for method in PROJECTED]
     head = ("model", "tokens", "prompts", "one GPU", *methods, "auto takes", "auto", "published")
     return markdown(head, [projected_row(family, name) for family in RELEASED])
 
@@ -243,12 +244,12 @@ def counted_cell(family: str, method: str, ranks: int) -> str:
 
 def counted_row(family: str, method: str) -> tuple[str, ...]:
     """Return the line of a model in the table of a method."""
-    return (family, *(counted_cell(family, method, ranks) for ranks in dry_run.RANKS))
+    return (family, *(counted_cell(family, method, ranks) for ranks in dry_run.METHODS[method].ranks))
 
 
 def counted_table(method: str) -> str:
     """Write what the ranks of every model hold, send and multiply under a method."""
-    head = ("model", *(f"{ranks} ranks" for ranks in dry_run.RANKS))
+    head = ("model", *(f"{ranks} ranks" for ranks in dry_run.METHODS[method].ranks))
     return markdown(head, [counted_row(family, method) for family in RELEASED])
 
 

@@ -78,6 +78,7 @@ class Activations:
     replicated, cut: inside a block, the latter divided by tensor parallelism. communicated: also inside,
     where sequence parallelism sends tokens around attention; ring: where keys and values go around. outside:
     of the model's own first and last layers, which every rank computes for all tokens; latents: through both.
+    buffered: what is there instead of communicated where keys and values come into PipeFusion's buffers.
     """
 
     replicated: float = 0.0
@@ -86,6 +87,7 @@ class Activations:
     ring: float = 0.0
     outside: float = 0.0
     latents: float = 0.0
+    buffered: float = 0.0
 
     def on_rank(
         self, plan: ParallelConfig, skipped: float = 0.0, tokens: float = 1.0, matrices: float = 1.0
@@ -93,7 +95,8 @@ class Activations:
         """Return what a rank holds for each token of the whole sequence. skipped: bytes of long skips;
         tokens, matrices: multiples of an even part."""
         inside = self.replicated + self.cut / plan.tensor_parallel_degree * matrices + skipped
-        inside += self.communicated if plan.sp_degree > 1 else 0.0
+        if plan.sp_degree > 1:
+            inside += self.buffered if plan.has_stale_kv else self.communicated
         inside += self.ring if plan.ring_degree > 1 else 0.0
         return max(inside / plan.sp_degree * tokens, self.outside) + self.latents
 

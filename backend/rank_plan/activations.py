@@ -74,6 +74,7 @@ def activations_of(work: Workload, two: Workload | None) -> Activations:
         replicated=whole / tokens - cut - latents,
         cut=cut,
         communicated=COMMUNICATED * heads,
+        buffered=COMMUNICATED * heads,
         outside=STREAMS_OUTSIDE * width_bytes(work, 0),
         latents=latents,
     )

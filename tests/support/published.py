@@ -78,7 +78,7 @@ def model(name: str, d: int, heads: int, blocks: list[BlockShape], joint: bool =
         width=d,
         itemsize=BF16,
         joint=joint,
-        activations=Activations(*(width * d * BF16 for width in (5, 10, 8, 2, 3))),
+        activations=Activations(*(width * d * BF16 for width in (5, 10, 8, 2, 3)), buffered=8 * d * BF16),
     )
 
 

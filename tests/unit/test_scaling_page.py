@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import product
 
 import published_errors
 import pytest
@@ -26,7 +25,9 @@ GATHERED = (1.0, 1.03)
 #: Families, or single runs, that multiply more -> how much, of a rank with one of 16 parts.
 MORE = {
     "sana": 2.05,  # convolutions of the lines next to a rank's
-    "chroma/pipefusion/16/0": 1.06,  # the layers that make modulation: on every stage, once an evaluation
+    # the layers that make modulation: on every stage, once an evaluation
+    "chroma/pipefusion/16/0": 1.06,
+    "chroma/pipefusion x ulysses/16/1": 1.07,
 }
 #: Largest relative error of the estimate of activations.
 ACTIVATIONS = 0.22
@@ -125,7 +126,8 @@ def check(name: str):
 def test_describe_counts_what_the_dry_run_does(family):
     """On 16 ranks, and on two of tensor parallelism: few models divide into more."""
     for method in (name for name, each in dry_run.METHODS.items() if each.suits(family)):
-        ranks = min(dry_run.RANKS) if method == "tensor parallel" else max(dry_run.RANKS)
+        numbers = dry_run.METHODS[method].ranks
+        ranks = min(numbers) if method == "tensor parallel" else max(numbers)
         names = [name for name in RUNS if name.startswith(f"{family}/{method}/{ranks}/")]
         assert names
         for name in names:
@@ -134,7 +136,7 @@ def test_describe_counts_what_the_dry_run_does(family):
 
 @pytest.mark.full
 def test_describe_counts_what_every_dry_run_does():
-    """On 2, 4, 8 and 16 ranks."""
+    """On every number of ranks."""
     wrong = {}
     for name in RUNS:
         try:
@@ -193,6 +195,7 @@ def test_grouped_keys_and_values_travel_and_wait_as_they_are(family, heads, kv_h
         ("flux-dev", "ulysses", 2, 1),
         ("pixart-sigma", "cfg x ulysses", 4, 3),
         ("pixart-sigma", "fsdp", 2, 1),
+        ("pixart-sigma", "pipefusion x ulysses", 8, 7),
     ],
     ids=str,
 )
@@ -204,43 +207,54 @@ def check_again(which: tuple[str, str, int, int]):
     """Make a dry run: it is the stored one, and its last step waits for nothing that is not listed."""
     found = dry_run.run(*which)
     assert dry_run.to_store(found) == RUNS["/".join(map(str, which))]
-    of_first_patches = READ_ONCE.get(found.family, set()) if found.method == "pipefusion" else set()
-    expected = READ.get(found.family, set()) | of_first_patches
+    expected = READ.get(found.family, set()) | read_once(*which)
     assert {place.rpartition(" in ")[2] for place in found.waits} == expected
+
+
+def read_once(family: str, method: str, ranks: int, _: int) -> set[str]:
+    """Positions of a patch's tokens that are not adjacent are copied to the device once a request: in the
+    second step, where a dry run ends. Such are text after a first patch's image tokens, and, of several SP
+    ranks, their shards of text and image."""
+    config = dry_run.METHODS[method].config(ranks)
+    of_family = model(family).checkpoint.family
+    position = of_family.blocks.text_position
+    shards = position == "first" and config.sp_degree > 1 and not of_family.cache.static_text
+    is_apart = position == "last" or shards
+    return {"request_caches._adjacent"} if config.has_stale_kv and is_apart else set()
 
 
 #: Families whose model reads values of the device at every step -> in which functions.
 READ = {"hidream": {"transformer_hidream_image.moe_infer"}}
-#: Families of whose patches something is read once a request: in the second step, where a dry run ends.
-READ_ONCE = {"hunyuan-video": {"request_caches._adjacent"}}
+#: Every method with every number of its ranks.
+KINDS = [(method, ranks) for method, each in dry_run.METHODS.items() for ranks in each.ranks]
 
 
-def one_of_each_family() -> list[tuple[str, str, int, int]]:
+def every_kind_and_family() -> list[tuple[str, str, int, int]]:
     """Spread methods and numbers of ranks over the families, first those that fewest of them can run."""
-    kinds = [*product(dry_run.METHODS, dry_run.RANKS)]
     able = {
         kind: [
             family
             for family in scaling_page.RELEASED
             if isinstance(RUNS.get("/".join(map(str, (family, *kind, kind[1] - 1)))), dict)
         ]
-        for kind in kinds
+        for kind in KINDS
     }
-    chosen = {}
-    for kind in (*sorted(kinds, key=lambda kind: len(able[kind])), *kinds):
-        family = next((each for each in able[kind] if each not in chosen), None)
-        if family is not None:
-            chosen[family] = kind
-    return [(family, *kind, kind[1] - 1) for family, kind in chosen.items()]
+    counts = dict.fromkeys(scaling_page.RELEASED, 0)
+    chosen = []
+    for kind in sorted(KINDS, key=lambda kind: len(able[kind])):
+        family = min(able[kind], key=counts.__getitem__)
+        counts[family] += 1
+        chosen.append((family, *kind, kind[1] - 1))
+    return chosen
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("which", one_of_each_family(), ids=str)
+@pytest.mark.parametrize("which", every_kind_and_family(), ids=str)
 def test_a_dry_run_of_every_family_is_as_stored(which):
     check_again(which)
 
 
 def test_these_are_every_family_method_and_number_of_ranks():
-    made = one_of_each_family()
+    made = every_kind_and_family()
     assert {family for family, *_ in made} == set(scaling_page.RELEASED)
-    assert {(method, ranks) for _, method, ranks, _ in made} == {*product(dry_run.METHODS, dry_run.RANKS)}
+    assert {(method, ranks) for _, method, ranks, _ in made} == set(KINDS)
