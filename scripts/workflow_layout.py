@@ -21,7 +21,7 @@ WIDTH, TITLE = 300, 30
 BELOW, WITHIN, BETWEEN = 50, 30, 60
 #: A group's edge around its nodes, and its title above them.
 EDGE, HEADING = 20, 40
-#: Heights of a slot and of a widget; of a widget on the classic canvas, which shows advanced ones too; of the
+#: Heights of a slot and of a widget; of a widget on the classic canvas, the advanced ones too; of the
 #: button for those; of the pack's name; of a box of text; of an image; and what a node has besides.
 SLOT, WIDGET, CLASSIC, BUTTON, BADGE, TEXT, IMAGE, FRAME = 20, 28, 24, 32, 24, 90, 260, 24
 #: Height to which a node grows when it runs: its report (MAX_HEIGHT of web/report.js for the
@@ -73,7 +73,7 @@ def growth_of(kind: str) -> int:
 
 def height_of(kind: str, slots: int, widgets: list[tuple[str, dict]], shown: int, is_ours: bool) -> int:
     """A node's height before it runs, without its title, with so many rows of slots and of ``shown`` widgets.
-    Nodes 2.0 folds advanced ones away; the classic canvas shows them in rows that are lower."""
+    Advanced ones are folded away; on the classic canvas, whose rows are lower, there is room for all."""
     advanced = sum(bool(options.get("advanced")) for _, options in widgets)
     modern = WIDGET * (shown - advanced) + BUTTON * bool(advanced) + BADGE * is_ours
     texts = sum(bool(options.get("multiline")) for _, options in widgets)
