@@ -40,7 +40,8 @@ from .protocol import LORAS, Describe, ModelCall, Sample
 from .quantization.kernels import AUTO, MatmulChoice
 from .quantization.matmul import Product, capability_of, choose_all, summary, wanted
 from .quantization.packed_weight import free_scratch, read_factors
-from .rank_plan import RequestSize, describe
+from .rank_plan import describe
+from .rank_plan.request_size import described_size
 from .runtime import callbacks
 from .sampling.describe_validation import check_workload
 from .sampling.model_call import build_call, check_call, samples_of_replicas
@@ -274,8 +275,10 @@ class Engine:
         model = self.loaded(message.model)
         asked = ("num_pipeline_patch", "stale_kv", "wire")
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
+        if message.drained:
+            config = replace(config, num_pipeline_patch=1)
         tokens = check_workload(message, config, family=checkpoint.family, model_config=checkpoint.config)
-        request = RequestSize(tokens, message.text_tokens, message.batch, message.prompts)
+        request = described_size(message, tokens, config)
         plans = describe(config, checkpoint, request, model.dtype, model.choices)
         return [plan.as_dict() for plan in plans]
 

@@ -99,7 +99,8 @@ class Loaded:
 class Describe:
     """Ask what each rank would hold and send while ``model`` is sampled so; nothing is computed. ``latent``:
     [C, [T,] H, W], of the first where there are several; ``prompts``: 2 with a negative one; ``batch``:
-    samples of the latent; ``references``: [T, H, W] of each reference latent."""
+    samples of the latent; ``references``: [T, H, W] of each reference latent; ``drained``: as a ModelCall,
+    with all prompts in one."""
 
     model: str
     latent: list
@@ -110,6 +111,7 @@ class Describe:
     wire: str = "full"
     batch: int = 1
     references: list = field(default_factory=list)
+    drained: bool = False
 
 
 @dataclass(frozen=True)

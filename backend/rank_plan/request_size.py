@@ -9,7 +9,7 @@ from ..config import ParallelConfig
 from ..models.family import Family
 from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.machine import samples_at_once
-from ..protocol import ModelCall, Sample
+from ..protocol import Describe, ModelCall, Sample
 from ..sampling.guidance import branch_of
 from ..sampling.model_inputs import ModelInputs, inputs_of
 
@@ -62,8 +62,7 @@ def size_of(
         if config.cfg_degree > 1:  # as many as the branch with most of them has, for each
             count = config.cfg_degree * max(Counter(map(branch_of, inputs.prompts)).values())
     else:  # its samples know of no CFG branches; of those before them nothing stays cached
-        replicas = config.data_parallel_degree * config.cfg_degree
-        batch = min(-(-batch // replicas), samples_at_once(tokens)) * config.data_parallel_degree
+        batch = _samples_of_calls(batch, tokens, config)
         count = config.cfg_degree  # one on each CFG rank
     return RequestSize(
         image_tokens=tokens,
@@ -76,6 +75,21 @@ def size_of(
         image_features=max(conditioning.image_features(model_config, each) for each in prompts),
         drained=isinstance(message, ModelCall),
     )
+
+
+def described_size(message: Describe, tokens: int, config: ParallelConfig) -> RequestSize:
+    """Return the size of a request of so many image ``tokens``, or of its calls, that is to be described."""
+    size = RequestSize(tokens, message.text_tokens, message.batch, message.prompts)
+    if not message.drained:
+        return size
+    batch = _samples_of_calls(message.batch * message.prompts, tokens, config)
+    return replace(size, batch=batch, prompts=config.cfg_degree, calls=1, drained=True)
+
+
+def _samples_of_calls(batch: int, tokens: int, config: ParallelConfig) -> int:
+    """Return the samples, of all data-parallel replicas, that a call of the model computes at once."""
+    replicas = config.data_parallel_degree * config.cfg_degree
+    return min(-(-batch // replicas), samples_at_once(tokens)) * config.data_parallel_degree
 
 
 def _text_tokens(family: Family, given: dict[str, Tensor]) -> int:

@@ -27,8 +27,8 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
             f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
             f"channels, [frames,] height, width), sides of at most {MAX_SIDE}."
         )
-    prompts = message.prompts in (1, 2) and message.prompts >= config.cfg_degree
-    if not prompts or not 0 <= message.text_tokens <= MAX_SIDE:
+    for_branches = message.drained or message.prompts >= config.cfg_degree
+    if message.prompts not in (1, 2) or not for_branches or not 0 <= message.text_tokens <= MAX_SIDE:
         raise UnsupportedError(
             f"cannot describe {message.prompts} prompts of {message.text_tokens} tokens under cfg_degree "
             f"{config.cfg_degree}; give one or two of at most {MAX_SIDE} tokens, and two under cfg_degree 2."

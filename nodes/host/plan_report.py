@@ -25,17 +25,23 @@ ASSUMED = " (assumed)"
 def request_lines(dit: ParallelDiT, requests: Sequence[GraphRequest]) -> list[str]:
     """Return a line for each of ``requests`` that differ: what the ranks of ``dit`` take for it. Log one for
     each rank. What ranks of two CFG branches cannot run has none: auto loads again for it."""
-    prompts = dit.config.cfg_degree
-    assumed = (
-        replace(each, prompts=max(each.prompts, prompts)) if each.cfg is None else each for each in requests
-    )
-    lines = (_request_line(dit, each) for each in dict.fromkeys(assumed) if each.prompts >= prompts)
-    return list(dict.fromkeys(lines))
+    assumed = (_for_branches(each, dit.config.cfg_degree) for each in requests)
+    return list(dict.fromkeys(_request_line(dit, each) for each in dict.fromkeys(assumed) if each))
+
+
+def _for_branches(request: GraphRequest, cfg_degree: int) -> GraphRequest | None:
+    """Return a request as ranks with so many CFG branches run it, with prompts for all where its cfg is not
+    known; None where they cannot. They divide the samples of a call, as many as there are."""
+    if request.drained or request.prompts >= cfg_degree:
+        return request
+    return replace(request, prompts=cfg_degree) if request.cfg is None else None
 
 
 def _request_line(dit: ParallelDiT, request: GraphRequest) -> str:
     what = request_text(request, dit)
     config, _ = with_patches(dit.config, dit.choice, request.estimate)
+    if request.drained:
+        config = replace(config, num_pipeline_patch=1)
     asked = Describe(
         model=dit.loaded.model,
         latent=described_latent(dit, request),
@@ -46,6 +52,7 @@ def _request_line(dit: ParallelDiT, request: GraphRequest) -> str:
         wire=config.wire,
         batch=request.size.batch,
         references=[list(sides) for sides in request.references],
+        drained=request.drained,
     )
     backend, _ = ensure_loaded(dit)
     try:
@@ -107,7 +114,7 @@ def request_text(request: GraphRequest, dit: ParallelDiT) -> str:
         what += " without their audio"
     prompts = "two prompts" if request.prompts == 2 else "one prompt"
     guidance = f"{prompts}{ASSUMED}" if request.cfg is None else f"cfg {request.cfg} ({prompts})"
-    steps = f"{request.steps} step{'s' * (request.steps > 1)}"
+    steps = f"{request.steps} step{'s' * (request.steps > 1)}{' of a call each' * request.drained}"
     told = [(what, request.has_size), (steps, request.has_steps)]
     return ", ".join([*(text if is_told else text + ASSUMED for text, is_told in told), guidance])
 

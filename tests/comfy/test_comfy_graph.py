@@ -96,6 +96,16 @@ def test_same_latent_from_comfyuis_ksampler(comfy, case, sampler):
     assert run.previews > 0
 
 
+def test_the_loader_describes_a_call_of_parallel_model(comfy):
+    """Which has one patch, whatever is set for samplers on the ranks."""
+    staged = {"pipefusion_degree": 2, "num_pipeline_patch": 3, "device": "cpu"}
+    run = comfy.run(model_graph(config=staged))
+    assert error_of(run) < 1e-4
+    line = run.outputs["3"]["parallel_dit"][0].splitlines()[-1]
+    assert re.match(r".* \(assumed\), 6 steps of a call each, cfg 3\.0 \(two prompts\): about ", line)
+    assert line.endswith(" · 1 patch")
+
+
 def test_same_latent_from_sampler_custom_advanced(comfy, ranks):
     assert error_of(comfy.run(custom_graph("dpmpp_2m", "beta", 3.5, "dpmpp_2m_beta"))) < 1e-4
     assert ranks_of(comfy) == ranks

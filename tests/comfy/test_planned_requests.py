@@ -127,9 +127,9 @@ def test_a_sampler_reads_no_prompt_where_nothing_is_known(staged, monkeypatch):
     assert sampled_with(staged, 20, prompt=PROMPT[0, 0])[0] == 2
 
 
-@pytest.mark.parametrize("steps, drained, count", [(20, False, 3), (4, False, 2), (20, True, 2)])
+@pytest.mark.parametrize("steps, drained, count", [(20, False, 3), (4, False, 2), (20, True, 1)])
 def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatch, steps, drained, count):
-    """Under Parallel Model each is a call of its own, which bears no further patch."""
+    """Under Parallel Model each is a call of its own, which has one patch."""
     asked = []
     rank = {"text": "", "device_bytes": 2, "weight_bytes": 1, "host_bytes": 0, "bytes_per_step": {}}
 
@@ -144,8 +144,10 @@ def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatc
     request = GraphRequest(size, (1, 128, 128), steps, 1, cfg=1.0, drained=drained, has_size=True)
     (line,) = plan_report.request_lines(staged, [request, request])
     assert [message.num_pipeline_patch or 2 for message in asked] == [count]
-    assert line.startswith(f"1024 x 1024, {steps} steps (assumed), cfg 1.0 (one prompt): about ")
-    assert line.endswith(f"{count} patches (reuse)")
+    told = f"{steps} steps{' of a call each' * drained} (assumed), cfg 1.0 (one prompt)"
+    assert line.startswith(f"1024 x 1024, {told}: about ")
+    assert line.endswith(" · 1 patch" if drained else f"{count} patches (reuse)")
+    assert [message.drained for message in asked] == [drained]
 
 
 #: A request of which a graph tells everything.
@@ -197,6 +199,8 @@ def test_what_two_cfg_branches_cannot_run_is_not_described(staged, monkeypatch):
     lines = plan_report.request_lines(two, [REQUEST, known, unknown])
     assert lines == [known, replace(unknown, prompts=2)]
     assert plan_report.request_lines(staged, [REQUEST]) == [REQUEST]
+    call = replace(REQUEST, drained=True)
+    assert plan_report.request_lines(two, [call]) == [call]
 
 
 def test_a_size_that_ranks_refuse_is_said_and_the_load_goes_on(staged, monkeypatch):

@@ -223,6 +223,11 @@ def test_a_description_is_of_the_settings_that_were_asked_for(backend, checkpoin
     size = RequestSize(768 + 384 + 2, 100, batch=3, prompts=1)
     plans = describe(ParallelConfig(pipefusion_degree=2), open_checkpoint(checkpoint), size, torch.float32)
     assert backend.describe(several).ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
+    call = protocol.Describe(model, [16, 64, 48], 100, 2, num_pipeline_patch=5, batch=3, drained=True)
+    size = RequestSize(768, 100, batch=6, prompts=1, calls=1, drained=True)  # as size_of counts a ModelCall
+    config = ParallelConfig(pipefusion_degree=2, num_pipeline_patch=1)
+    plans = describe(config, open_checkpoint(checkpoint), size, torch.float32)
+    assert backend.describe(call).ranks == json.loads(json.dumps([p.as_dict() for p in plans]))
     asked = protocol.Describe(model, [16, 64, 48], 100, 1)
     for changes in (
         {"latent": [4, 64, 48]},
