@@ -50,7 +50,7 @@ class ServedModels(Worker):
         super().forget_unloaded()
         self.files = {key: it for key, it in self.files.items() if key in self.engine.models}
         for keys in self.named.values():
-            keys &= self.engine.models.keys()
+            keys.intersection_update(self.engine.models)
 
     def free_parked(self):
         """Unload what no connected client has loaded and no device holds: it would stay in host memory for as

@@ -121,10 +121,13 @@ class Worker:
         prepare = partial(self.engine.prepare_call, message, planned.inputs if planned else None)
         # what is not looked at again may find no memory: others have used the device since
         prepared = self._guarded(partial(self._admitted, message, prepare, planned))
-        self.clock.compiling = (0,) if message.compile == "blocks" else ()
+        compiles = message.compile == "blocks" and not prepared.model.was_called
+        self.clock.compiling = (0,) if compiles else ()
         self.clock.begin(0)
         try:
-            return self._guarded(partial(self.engine.forward, message, prepared))
+            result = self._guarded(partial(self.engine.forward, message, prepared))
+            prepared.model.was_called = True
+            return result
         finally:
             self.clock.begin(None)
 

@@ -1,7 +1,7 @@
 """How large a request is, counted from its message: what its memory follows from."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 

@@ -72,14 +72,24 @@ class NodeStatus:
         self.turn = turn
         is_cancelled = comfy.model_management.processing_interrupted()
         if is_cancelled:
-            step = backend.step_line(0.0) if backend is not None else ""
-            self.show(f"cancelling: {step}; {STOP}" if step else line)
+            self.show(cancelling(backend, line))
         return is_cancelled
 
     def check(self, line: str, backend: Connected | None = None):
         """Raise ComfyUI's interrupt where somebody has pressed Cancel, and show ``line``; as interrupted."""
         if self.interrupted(line, backend):
             comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def cancelling(backend: Connected | None, line: str = CANCELLING) -> str:
+    """Return what a pressed Cancel waits for: what a first step of our request to ``backend`` does, and how
+    ranks of ours are ended all the same; else ``line``."""
+    if backend is None or backend.client.waiting is not None:
+        return line
+    step = backend.step_line(0.0)
+    if not step:
+        return line
+    return f"cancelling: {step}; {STOP}" if backend.process is not None else f"cancelling: {step}"
 
 
 def interrupt() -> BaseException:
@@ -92,9 +102,18 @@ def interrupt() -> BaseException:
 class Reporter:
     """Progress of the ranks -> ComfyUI's callback, which draws bar and preview and raises on an interrupt,
     and the time that is left. ``latent``: stands for x0 (B, C, [T,] H, W) until a preview comes.
-    ``holds_last``: the last step is reported by ``last`` alone."""
+    ``holds_last``: the last step is reported by ``last`` alone. ``backend``: of the ranks."""
 
-    def __init__(self, callback, latent: torch.Tensor, total: int, disable_pbar: bool, holds_last: bool):
+    def __init__(
+        self,
+        callback,
+        latent: torch.Tensor,
+        total: int,
+        disable_pbar: bool,
+        holds_last: bool,
+        backend: Connected | None = None,
+    ):
+        self.backend = backend
         self.latest = latent
         self.total = total
         self.holds_last = holds_last
@@ -134,7 +153,7 @@ class Reporter:
         try:
             self.callback(step - 1, x0, x, self.total)
         except comfy.model_management.InterruptProcessingException:
-            self.status.show(CANCELLING)
+            self.status.show(cancelling(self.backend))
             raise
 
 

@@ -58,7 +58,8 @@ class RemoteSolver:
             )
         request = self._request(guider, sigmas, extra_args["seed"], noise, latent_image, denoise_mask)
         steps = len(sigmas) - 1
-        with Reporter(callback, noise, steps, disable_pbar, self.wants_denoised) as reporter:
+        last = self.wants_denoised
+        with Reporter(callback, noise, steps, disable_pbar, last, self.backend) as reporter:
             interrupted = partial(reporter.status.interrupted, backend=self.backend)
             sample = partial(self.backend.sample, request, reporter, interrupted)
             check = partial(reporter.status.check, CANCELLING, self.backend)

@@ -52,6 +52,17 @@ def handlers(monkeypatch):
     )
 
 
+def test_nobody_has_named_a_model_that_is_no_longer_loaded():
+    """Somebody else who loads it again frees it whole."""
+    ranks = Ranks(["gone", "loaded"], room=2)
+    ranks.named[here := client()] = {"gone", "loaded"}
+    ranks.reports, ranks.admission = {}, cast(Any, SimpleNamespace(forget=lambda: None))
+    del ranks.engine.models["gone"]
+    ranks.forget_unloaded()
+    assert ranks.named[here] == {"loaded"} and list(ranks.files) == ["loaded"]
+    assert ranks.named.take_off(Unload("gone"), client()) == Unload("gone")
+
+
 def test_models_of_clients_that_have_gone_leave_for_those_that_are_there():
     """The oldest first, and no more than has to."""
     ranks = Ranks(["old", "older", "mine", "new"], room=3)

@@ -24,7 +24,7 @@ def leader() -> Any:
     def cancelled(*_):
         raise RequestCancelled(2)
 
-    model = SimpleNamespace(parked_on=frozenset(), dequantized_bytes=0)
+    model = SimpleNamespace(parked_on=frozenset(), dequantized_bytes=0, was_called=False)
     rank: Any = Leader.__new__(Leader)
     rank.mesh = SimpleNamespace(rank=0, world_size=1)
     rank.control = SimpleNamespace(broadcast=lambda message: None)
@@ -56,8 +56,9 @@ def test_a_rank_says_in_which_steps_of_a_request_it_compiles(leader, compile, st
     assert leader.clock.compiling == steps
     leader.engine = SimpleNamespace(prepare_call=print, forward=lambda *_: None)
     leader._guarded = lambda act: act()
-    leader.run_call(ModelCall("m", compile=compile, tensors={}))
-    assert leader.clock.compiling == steps[:1]
+    for steps_of_call in (steps[:1], ()):  # and of a model that has been called none
+        leader.run_call(ModelCall("m", compile=compile, tensors={}))
+        assert leader.clock.compiling == steps_of_call
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
