@@ -7,6 +7,8 @@ const BUTTON = "advanced inputs";
 const ALWAYS = "Comfy.Node.AlwaysShowAdvancedWidgets";
 // From here on a button takes less room than the inputs.
 const LEAST = 2;
+// Between widgets, pixels.
+const GAP = 4;
 // Where the slots of folded inputs are, pixels: nobody drops a link there.
 const AWAY = -1e6;
 
@@ -61,8 +63,11 @@ app.registerExtension({
     if (folded.length >= LEAST) fold(node, folded);
   },
 
-  // Saved with another height, as by pages that had all inputs in sight.
+  // A page that had all inputs in sight has saved it; another height is somebody's wish.
   loadedGraphNode(node) {
-    if (node.widgets?.some(({ name, type }) => name === BUTTON && type === "button")) fit(node);
+    if (!node.widgets?.some(({ name, type }) => name === BUTTON && type === "button")) return;
+    const hidden = node.widgets.filter((widget) => widget.advanced && !staysInSight(node, widget));
+    const ofAll = node.computeSize()[1] + (hidden.length - 1) * (LiteGraph.NODE_WIDGET_HEIGHT + GAP); // without the button
+    if (hidden.length && node.size[1] >= ofAll) fit(node);
   },
 });

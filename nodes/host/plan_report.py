@@ -1,6 +1,7 @@
 """What Load Parallel DiT reports of its ranks: what each would hold and send for the graph's requests."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -112,15 +113,23 @@ def request_text(request: GraphRequest, dit: ParallelDiT) -> str:
         what += f" with {count} reference image{'s' * (count > 1)}"
     if family_named(dit.loaded).latents:
         what += " without their audio"
-    prompts = "two prompts" if request.prompts == 2 else "one prompt"
-    guidance = f"{prompts}{ASSUMED}" if request.cfg is None else f"cfg {request.cfg} ({prompts})"
     steps = f"{request.steps} step{'s' * (request.steps > 1)}{' of a call each' * request.drained}"
     told = [(what, request.has_size), (steps, request.has_steps)]
-    return ", ".join([*(text if is_told else text + ASSUMED for text, is_told in told), guidance])
+    parts = [text if is_told else text + ASSUMED for text, is_told in told]
+    return ", ".join([*parts, _guidance_text(request)])
+
+
+def _guidance_text(request: GraphRequest) -> str:
+    """Name the cfg, with the prompts where it does not tell them: some solvers compute both at any cfg."""
+    prompts = "two prompts" if request.prompts == 2 else "one prompt"
+    if request.cfg is None:
+        return prompts + ASSUMED
+    is_usual = (request.prompts == 1) == math.isclose(request.cfg, 1.0)
+    return f"cfg {request.cfg}" if is_usual else f"cfg {request.cfg} ({prompts})"
 
 
 def planned_line(requests: Sequence[GraphRequest], dit: ParallelDiT) -> str:
     """Return the line above auto's plan: for which request it was chosen, and of how many."""
     further = len(requests) - 1
-    more = f"; {further} further sampler{'s' * (further > 1)} counted too" if further else ""
-    return f"planned for {request_text(requests[0], dit)}{more}"
+    more = f", and {further} further sampler{'s' * (further > 1)}" if further else ""
+    return f"for {request_text(requests[0], dit)}{more}:"

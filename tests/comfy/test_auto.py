@@ -53,7 +53,7 @@ def test_one_loader_fits_one_prompt_and_two(comfy):
     assert all("same result as one rank" in line and "per rank" in line for line in chosen)
     planned, plan, *_, request = run.outputs["3"]["parallel_dit"][0].splitlines()
     steps = "1024 x 1024 (assumed), 6 steps"  # the golden latent's node tells no size
-    assert planned == f"planned for {steps}, cfg 3.0 (two prompts); 1 further sampler counted too"
+    assert planned == f"for {steps}, cfg 3.0, and 1 further sampler:"
     assert plan == chosen[0] and request.startswith(f"{steps}, cfg ")
 
 

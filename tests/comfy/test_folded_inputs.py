@@ -127,13 +127,22 @@ def test_the_state_is_saved_and_the_values_are_as_before(config):
     saved = config.evaluate("JSON.stringify(app.graph.serialize())")
     before = json.loads(saved)
     before["nodes"][0] |= {"showAdvanced": None, "size": [300, 548]}
-    for graph, shown in ((saved, [*every, BUTTON]), (json.dumps(before), ["ulysses_degree", *BASIC, BUTTON])):
+    in_sight = ["ulysses_degree", *BASIC, BUTTON]
+    for graph, shown in ((saved, [*every, BUTTON]), (json.dumps(before), in_sight)):
         config.clear()
         config.call("(saved) => app.loadGraphData(JSON.parse(saved))", graph)
         config.show("ParallelConfig")
         _shows(config, shown)
         assert config.evaluate(QUEUED) == queued
         assert config.evaluate(f"{NODE}.serialize().widgets_values") == folded["widgets_values"]
+
+
+def test_a_height_that_somebody_gave_stays(config):
+    config.evaluate(f"{NODE}.setSize([300, 300])")
+    saved = config.evaluate("JSON.stringify(app.graph.serialize())")
+    config.clear()
+    config.call("(saved) => app.loadGraphData(JSON.parse(saved))", saved)
+    assert config.evaluate(f"[...{NODE}.size]") == [300, 300]
 
 
 def test_the_pages_own_setting_and_nodes_2_go_without_the_button(config):

@@ -237,10 +237,11 @@ def test_reports_fit_into_their_nodes(demo, nodes2):
     assert demo.overlaps() == []
     assert demo.cut("LoadParallelDiT") == demo.cut("ParallelSampler") == 0
     long = [
+        "for 1024 x 1024 (assumed), 20 steps, cfg 4.0:",
         "auto: cfg_degree 2 x ulysses_degree 4, shares 14,14,14,14,11,11,11,11. about 6.1x one GPU "
         "(projected), about 20.3 GB of 24.0 GB per GPU, same result as one GPU.",
         *(f"GPU {number} · 12.3 of 24 GiB · blocks {7 * number}-{7 * number + 6}" for number in range(8)),
-        "1024 x 1024 (assumed), 20 steps, cfg 4.0 (two prompts): about 63.4 MB more · sends 1.0 MB a step",
+        "1024 x 1024 (assumed), 20 steps, cfg 4.0: about 63.4 MB more · sends 1.0 MB a step",
     ]
     demo.report("LoadParallelDiT", "\n".join(long))
     time.sleep(1)

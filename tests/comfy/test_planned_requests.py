@@ -144,7 +144,7 @@ def test_the_loader_describes_the_patches_of_the_graphs_steps(staged, monkeypatc
     request = GraphRequest(size, (1, 128, 128), steps, 1, cfg=1.0, drained=drained, has_size=True)
     (line,) = plan_report.request_lines(staged, [request, request])
     assert [message.num_pipeline_patch or 2 for message in asked] == [count]
-    told = f"{steps} steps{' of a call each' * drained} (assumed), cfg 1.0 (one prompt)"
+    told = f"{steps} steps{' of a call each' * drained} (assumed), cfg 1.0"
     assert line.startswith(f"1024 x 1024, {told}: about ")
     assert line.endswith(" · 1 patch" if drained else f"{count} patches (reuse)")
     assert [message.drained for message in asked] == [drained]
@@ -157,18 +157,19 @@ REQUEST = GraphRequest(LatentSize(1328, 1328, 1), (1, 166, 166), 4, 1, cfg=1.0, 
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({}, "1328 x 1328, 4 steps, cfg 1.0 (one prompt)"),
-        ({"has_size": False}, "1328 x 1328 (assumed), 4 steps, cfg 1.0 (one prompt)"),
-        ({"steps": 1, "has_steps": False}, "1328 x 1328, 1 step (assumed), cfg 1.0 (one prompt)"),
+        ({}, "1328 x 1328, 4 steps, cfg 1.0"),
+        ({"has_size": False}, "1328 x 1328 (assumed), 4 steps, cfg 1.0"),
+        ({"steps": 1, "has_steps": False}, "1328 x 1328, 1 step (assumed), cfg 1.0"),
         ({"cfg": None, "prompts": 2}, "1328 x 1328, 4 steps, two prompts (assumed)"),
-        ({"cfg": 4.5, "prompts": 2}, "1328 x 1328, 4 steps, cfg 4.5 (two prompts)"),
+        ({"cfg": 4.5, "prompts": 2}, "1328 x 1328, 4 steps, cfg 4.5"),
+        ({"prompts": 2}, "1328 x 1328, 4 steps, cfg 1.0 (two prompts)"),  # of a solver with cfg_pp
         (
             {"size": LatentSize(832, 480, 81, batch=2)},
-            "2 times 81 frames of 832 x 480, 4 steps, cfg 1.0 (one prompt)",
+            "2 times 81 frames of 832 x 480, 4 steps, cfg 1.0",
         ),
         (
             {"references": ((1, 128, 128),)},
-            "1328 x 1328 with 1 reference image, 4 steps, cfg 1.0 (one prompt)",
+            "1328 x 1328 with 1 reference image, 4 steps, cfg 1.0",
         ),
     ],
     ids=str,
@@ -184,9 +185,9 @@ def test_the_plans_line_counts_further_samplers(monkeypatch):
     requests = [replace(REQUEST, steps=steps) for steps in (9, 4, 3)]
     lines = [plan_report.planned_line(requests[:count], handle(None)) for count in (1, 2, 3)]
     assert lines == [
-        "planned for 9 steps",
-        "planned for 9 steps; 1 further sampler counted too",
-        "planned for 9 steps; 2 further samplers counted too",
+        "for 9 steps:",
+        "for 9 steps, and 1 further sampler:",
+        "for 9 steps, and 2 further samplers:",
     ]
 
 
