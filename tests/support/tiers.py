@@ -141,6 +141,7 @@ SOME = {
     "unit/test_lora_names.py::test_both_names_of_every_matrix": 3,
     "unit/test_computed_once.py::test_keys_and_values_of_the_prompt_are_computed_once_a_request": 1,
     "unit/test_computed_once.py::test_embedders_of_the_timestep_run_once_an_evaluation": 10,
+    "unit/test_local_embedding.py::test_an_embedder_is_given_the_tokens_of_its_forward": 10,
     "unit/test_families.py::test_diffusers_folder_has_the_same_weights": 9,
     "unit/test_families.py::test_single_file_with_diffusers_names": 9,
     "unit/test_families.py::test_the_cost_of_a_block_is_what_it_multiplies": 6,
