@@ -65,8 +65,7 @@ class LocalTokens(Tensor):
     def of_tokens(self, other: Any) -> Any:
         """Return what ``other``, an operand, has for ``local``; None where it makes the result larger."""
         if isinstance(other, LocalTokens):
-            alike = (other.shape, other.spans, other.features_first)
-            return other.local if alike == (self.shape, self.spans, self.features_first) else None
+            return other.local if other.shape == self.shape and _alike(other, self) else None
         if not isinstance(other, Tensor) or other.ndim == 0:
             return other
         if torch.broadcast_shapes(other.shape, self.shape) != self.shape:
@@ -132,20 +131,32 @@ def _add(a: Any, b: Any, **kwargs: Any) -> LocalTokens | None:
 
 
 def _cat(tensors: Any, dim: int = 0) -> LocalTokens | None:
-    """Join the features of the same tokens."""
+    """Join the features of the same tokens, or put tokens of references, all of them, after the latent's."""
     first = next(each for each in tensors if isinstance(each, LocalTokens))
+    place = dim % first.ndim
     features = 1 if first.features_first else first.ndim - 1
-    alike = [
-        isinstance(each, LocalTokens)
-        and (each.spans, each.features_first) == (first.spans, first.features_first)
-        for each in tensors
-    ]
-    if dim % first.ndim != features or not all(alike):
+    shape = list(first.shape)
+    shape[place] = sum(each.shape[place] for each in tensors)
+    if place == features:
+        if not all(isinstance(each, LocalTokens) and _alike(each, first) for each in tensors):
+            return None
+        return first.of(
+            tuple(shape), torch.cat([each.local for each in tensors], 2), first.spans, features == 1
+        )
+    others = tensors[1:]
+    if first.ndim != 3 or place == 0 or tensors[0] is not first or any(map(_is_local, others)):
         return None
-    width = sum(each.shape[features] for each in tensors)
-    shape = (*first.shape[:features], width, *first.shape[features + 1 :])
-    local = torch.cat([each.local for each in tensors], dim=2)
-    return first.of(shape, local, first.spans, first.features_first)
+    given = [each.transpose(1, 2) if first.features_first else each for each in others]
+    spans = (*first.spans, Span(first.shape[place], shape[place]))
+    return first.of(tuple(shape), torch.cat([first.local, *given], dim=1), spans, first.features_first)
+
+
+def _is_local(value: Any) -> bool:
+    return isinstance(value, LocalTokens)
+
+
+def _alike(a: LocalTokens, b: LocalTokens) -> bool:
+    return (a.spans, a.features_first) == (b.spans, b.features_first)
 
 
 #: Functions, and methods, that treat tokens alike -> the same of some of them; None of arguments that do not.
@@ -213,7 +224,8 @@ class LocalEmbedder:
             return LocalTokens.of((*self.shape, output.shape[-1]), output, self.spans, False)
         (span,) = self.spans
         tokens = output.flatten(2).transpose(1, 2)[:, self.start : self.start + len(span)]
-        return LocalTokens.of(self.shape, tokens, self.spans, True)
+        # now, or residuals would keep a convolution's order, and each norm of a block would copy them
+        return LocalTokens.of(self.shape, tokens.contiguous(), self.spans, True)
 
 
 def _has_one_scale(layer: Any) -> bool:

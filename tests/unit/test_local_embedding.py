@@ -166,6 +166,20 @@ def test_linear_layers_are_given_tokens_of_any_grid(spans, sides):
     check(torch.cat([tokens, tokens + table], dim=-1), torch.cat([flat, flat + table], dim=2), spans)
 
 
+@pytest.mark.parametrize("spans", SPANS[:3])
+def test_references_follow_the_tokens_of_the_latent(spans):
+    """All of them: a rank takes its own later."""
+    found, want = embedded(nn.Conv2d(3, 7, 2, 2), torch.randn(2, 3, 8, 12), spans)
+    references = [torch.randn(2, 7, count) for count in (3, 2)]
+    joined = torch.cat([found.flatten(2), *references], dim=2)
+    every = torch.cat([want.flatten(2), *references], dim=2)
+    assert joined.spans == (*spans, Span(24, 29)) and joined.shape == every.shape
+    where = [*range(spans[0].lo, spans[0].hi), *range(24, 29)]
+    assert_same_bits(joined.local, every.transpose(1, 2)[:, where])
+    assert_same_bits(joined.whole()[..., where], every[..., where])
+    assert type(torch.cat([references[0], found.flatten(2)], dim=2)) is torch.Tensor
+
+
 def test_what_mixes_tokens_is_given_all():
     """Text that is put before them, larger operands, features that change places."""
     spans = SPANS[1]
