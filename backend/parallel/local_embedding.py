@@ -2,7 +2,7 @@
 (Cache.token_modules)."""
 
 from collections.abc import Callable
-from math import prod
+from math import nan, prod
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ Needed = Callable[[int], tuple[Span, ...]]
 
 class LocalTokens(Tensor):
     """All that an embedder would return, of which ``local`` alone was computed and is in memory. What treats
-    tokens alike does so with these; any other function gets all, zeros but for these.
+    tokens alike does so with these; any other function gets all, NaN but for these.
 
     local: (B, n, D), the tokens of ``spans``, one after the other. features_first: (B, D, ...), as of a
     convolution, in the place of (B, ..., D).
@@ -50,11 +50,13 @@ class LocalTokens(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = func.__name__
-        if name in ALIKE:
+        is_given = name in ("add", "cat") or isinstance(args[0], LocalTokens)
+        if name in ALIKE and is_given and "out" not in (kwargs or {}):
             same = ALIKE[name](*args, **(kwargs or {}))
             if same is not None:
                 return same
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and isinstance(args[0], LocalTokens):
             raise RuntimeError(f"{name} writes into an embedder's tokens, of which some alone are in memory")
         return func(*map(_whole, args), **{name: _whole(each) for name, each in (kwargs or {}).items()})
 
@@ -75,11 +77,11 @@ class LocalTokens(Tensor):
         return cut(every, self.spans)
 
     def whole(self) -> Tensor:
-        """Return all tokens, zeros but for those of ``local``."""
+        """Return all tokens, NaN but for those of ``local``: a value that is made of others is refused."""
         batch, _, width = self.local.shape
         tokens = prod(self.shape) // (batch * width)
         shape = (batch, width, tokens) if self.features_first else (batch, tokens, width)
-        full = self.local.new_zeros(shape)
+        full = self.local.new_full(shape, nan)
         every = full.transpose(1, 2) if self.features_first else full
         start = 0
         for span in self.spans:
@@ -109,15 +111,15 @@ def _flatten(tokens: LocalTokens, start_dim: int = 0, end_dim: int = -1) -> Loca
     return tokens.of(shape, tokens.local, tokens.spans, tokens.features_first)
 
 
-def _transpose(tokens: LocalTokens, *dims: int) -> LocalTokens | None:
-    if tokens.ndim != 3 or sorted(dims) != [1, 2]:
+def _transpose(tokens: LocalTokens, *dims: int, **named: int) -> LocalTokens | None:
+    if tokens.ndim != 3 or sorted([*dims, *named.values()]) != [1, 2]:
         return None
     batch, second, third = tokens.shape
     return tokens.of((batch, third, second), tokens.local, tokens.spans, not tokens.features_first)
 
 
-def _contiguous(tokens: LocalTokens) -> LocalTokens:
-    return tokens.with_local(tokens.local.contiguous())
+def _contiguous(tokens: LocalTokens, **named: Any) -> LocalTokens | None:
+    return None if named else tokens.with_local(tokens.local.contiguous())
 
 
 def _to(tokens: LocalTokens, *args: Any, **kwargs: Any) -> LocalTokens:
@@ -130,9 +132,11 @@ def _add(a: Any, b: Any, **kwargs: Any) -> LocalTokens | None:
     return None if kwargs or any(part is None for part in parts) else tokens.with_local(parts[0] + parts[1])
 
 
-def _cat(tensors: Any, dim: int = 0) -> LocalTokens | None:
+def _cat(tensors: Any, dim: int = 0, **named: Any) -> LocalTokens | None:
     """Join the features of the same tokens, or put tokens of references, all of them, after the latent's."""
     first = next(each for each in tensors if isinstance(each, LocalTokens))
+    if named:
+        return None
     place = dim % first.ndim
     features = 1 if first.features_first else first.ndim - 1
     shape = list(first.shape)

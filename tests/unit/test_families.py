@@ -271,7 +271,7 @@ def test_a_page_has_its_table_of_families(page, monkeypatch):
     [
         ("flux3", ("single_transformer_blocks.0.attn.norm_q",)),
         ("minimax-h3", ("time_embedder.layer.linear_1", "proj_in", "audio_proj_out")),
-        ("minimax-h3-curves", ("transformer_blocks.0.adaln_proj.linear", "norm_out.linear")),
+        ("minimax-h3-curves", ("transformer_blocks.0.adaln_proj.linear", "norm_out.linear.layer")),
     ],
 )
 def test_parts_stay_in_float32(family, names, tmp_path):
