@@ -171,9 +171,11 @@ def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstima
     own = _own_blocks(shape, plan, share)
     skips = max((shape.blocks[index - 1].skips for index in own if index), default=0)
     skipped = skips * shape.width * shape.itemsize
-    token = shape.activations.on_rank(plan, skipped, share.tokens, share.matrices)
-    held = shape.activations.of_samples(plan, _samples_together(plan, request, share), token)
-    return math.ceil((request.image_tokens + request.text_tokens) * held)
+    tokens = request.image_tokens + request.text_tokens
+    activations = shape.activations.with_text(request.text_tokens / tokens)
+    token = activations.on_rank(plan, skipped, share.tokens, share.matrices)
+    held = activations.of_samples(plan, _samples_together(plan, request, share), token)
+    return math.ceil(tokens * held)
 
 
 def _samples_together(plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:

@@ -1,7 +1,7 @@
 """What the planner knows of a transformer: FLOPs and bytes of each block (read by rank_plan/shape_of.py)."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -79,6 +79,7 @@ class Activations:
     where sequence parallelism sends tokens around attention; ring: where keys and values go around. outside:
     of the model's own first and last layers, which every rank computes for all tokens; latents: through both.
     buffered: what is there instead of communicated where keys and values come into PipeFusion's buffers.
+    text_lacks: of latents, what a token of text has none of.
     """
 
     replicated: float = 0.0
@@ -88,6 +89,11 @@ class Activations:
     outside: float = 0.0
     latents: float = 0.0
     buffered: float = 0.0
+    text_lacks: float = 0.0
+
+    def with_text(self, share: float) -> "Activations":
+        """Return those of a request of whose tokens this ``share`` is text."""
+        return replace(self, latents=self.latents - share * self.text_lacks, text_lacks=0.0)
 
     def on_rank(
         self, plan: ParallelConfig, skipped: float = 0.0, tokens: float = 1.0, matrices: float = 1.0

@@ -15,6 +15,7 @@ the layers are counted; against what 23 tiny families allocate that is between 0
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from ..loading.checkpoint import Checkpoint
@@ -64,7 +65,9 @@ def activations_of(work: Workload, two: Workload | None) -> Activations:
     """Return the activations of one rank for each token. ``two``: where two ranks cut matrices, or None."""
     fitted = _fitted(work)
     if fitted is not None:
-        return fitted
+        of_image = latent_bytes(work, image=1, joint=1)
+        of_text = latent_bytes(work, image=0, joint=1 if work.sequence.text_position else 0)
+        return replace(fitted, latents=of_image, text_lacks=of_image - of_text)
     tokens = work.request.tokens
     whole, half = (_by_layers(each, FIRST) for each in (work, two or work))
     cut = 2 * max(0, whole - half) / tokens
@@ -97,13 +100,14 @@ def width_bytes(work: Workload, controls: int) -> int:
     return work.family.blocks.hidden_width(work.checkpoint.config, controls=controls) * work.dtype.itemsize
 
 
-def latent_bytes(work: Workload) -> int:
-    """Count the latents and rotary tables of a sample, which live through all layers."""
+def latent_bytes(work: Workload, image: int | None = None, joint: int | None = None) -> int:
+    """Count the latents and rotary tables of a sample, which live through all layers: of so many ``image``
+    and ``joint`` tokens, or of those of the request."""
     latent = work.family.latent
     config = work.checkpoint.config
     features = latent.channels(config) * math.prod(latent.patch(config))
-    stored = LATENTS * work.request.image_tokens * features
-    return FLOAT32 * (stored + 2 * work.sequence.joint * work.head_size)
+    stored = LATENTS * (work.request.image_tokens if image is None else image) * features
+    return FLOAT32 * (stored + 2 * (work.sequence.joint if joint is None else joint) * work.head_size)
 
 
 def _by_layers(work: Workload, place: MeshPlace) -> int:
