@@ -8,6 +8,7 @@ from typing import Any
 
 import signatures
 from families import LATENT_FORMATS
+from launch import EVERY_COMPILED
 from variants import VARIANTS
 
 from backend.config import ParallelConfig
@@ -156,7 +157,6 @@ FAST_COMPILED = {"qwen-image21": dict(pipefusion_degree=2, num_pipeline_patch=3)
 #: Methods that have float8 on the wire, and the families that send sums in full.
 ROUNDED = (dict(ulysses_degree=2), dict(ring_degree=2))
 IN_FULL = ("sana",)
-EVERY_COMPILED = "PARALLEL_DIT_TEST_EVERY_COMPILED"
 #: The configuration of a case in the fast tier, where another case has its signature.
 HYBRID = dict(ulysses_degree=2)
 

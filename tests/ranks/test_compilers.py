@@ -3,9 +3,8 @@
 import os
 
 import pytest
-from launch import run_ranks
+from launch import EVERY_COMPILED, run_ranks
 from ranks.compilers import FULL
-from ranks.family_cases import EVERY_COMPILED
 
 #: Double and single blocks of Flux.
 KINDS = 2

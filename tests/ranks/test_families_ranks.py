@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import signatures
-from launch import run_ranks
+from launch import EVERY_COMPILED, run_ranks
 from ranks.family_cases import (
     CASES,
     CONFIGURATIONS,
-    EVERY_COMPILED,
     FAMILIES,
     TURNS,
     UNCOMPILED,

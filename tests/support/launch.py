@@ -37,8 +37,10 @@ PROGRAMS = [
 NICE = itertools.chain(range(10, 19, 3), itertools.repeat(19))
 #: Exit status of ranks whose tests have ended; 1 is torch's own, where an error could not be written down.
 PARENT_ENDED = 3
+#: Set, every run of two ranks that samples is compiled: an hour of two cores, and more where others use them.
+EVERY_COMPILED = "PARALLEL_DIT_TEST_EVERY_COMPILED"
 #: Longest time of a rank program: most of it may be spent giving way to others.
-SECONDS = 3000
+SECONDS = 14_400 if EVERY_COMPILED in os.environ else 3000
 #: Memory of ranks in large pages: weights are read and copied hundreds of times (8 % of their seconds).
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
 #: Rank programs that run at the same time: ranks wait for each other, and for rank 0's references.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import LATENT_FORMATS, golden
-from ranks.family_cases import EVERY_COMPILED
+from launch import EVERY_COMPILED
 from tiny import relative, write_checkpoint, write_shallow_flux
 
 from backend.config import ParallelConfig
