@@ -103,8 +103,8 @@ class BackendClient:
         self.late_reply: protocol.Result | None = None
         self._is_hung = is_hung
         self._steps_of_ranks = steps_of_ranks
-        #: Models of which a call has ended.
-        self._called: set[str] = set()
+        #: Models of which a call has ended, and whether it compiled.
+        self._called: set[tuple[str, str]] = set()
         #: Seconds of the longest step of each model so far, by the name without LoRAs.
         self._longest: dict[str, float] = {}
         self._socket = open_socket(address)
@@ -155,7 +155,7 @@ class BackendClient:
         self.send(message)
         is_call = isinstance(message, protocol.ModelCall)
         warmup = 0 if is_call else message.warmup_steps
-        has_compiled = is_call and message.model in self._called
+        has_compiled = is_call and (message.model, message.compile) in self._called
         compile = "off" if has_compiled else message.compile
         base = message.model.partition(LORAS)[0]
         longest = self._longest.get(base, 0.0)
@@ -173,7 +173,7 @@ class BackendClient:
                     result = self._accepted(reply)
                     if is_call:
                         timer.step()  # which has no Progress
-                        self._called.add(message.model)
+                        self._called.add((message.model, message.compile))
                     return result
         except (BackendError, RefusedError):
             raise

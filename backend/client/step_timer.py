@@ -15,7 +15,7 @@ FIRST_SECONDS, COMPILED_SECONDS = 300.0, 1200.0
 EARLY_STEPS = 3
 #: What a step does that takes longer than those after it, as a user reads it. Cancel waits for its end:
 #: between two collectives a rank is alone, and peers would wait for one that left.
-COMPILES = "the ranks compile the model's blocks, which takes up to minutes the first time"
+COMPILES = "the ranks compile the model's blocks where they have not yet, which takes up to minutes"
 BEGINS = "the ranks are at the first step, before which they load LoRAs, parked weights and kernels"
 
 

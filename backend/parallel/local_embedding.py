@@ -50,13 +50,14 @@ class LocalTokens(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = func.__name__
-        is_given = name in ("add", "cat") or isinstance(args[0], LocalTokens)
+        is_own = bool(args) and isinstance(args[0], LocalTokens)
+        is_given = is_own or (name in ("add", "cat") and bool(args))
         if name in ALIKE and is_given and "out" not in (kwargs or {}):
             same = ALIKE[name](*args, **(kwargs or {}))
             if same is not None:
                 return same
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and isinstance(args[0], LocalTokens):
+        if writes and is_own:
             raise RuntimeError(f"{name} writes into an embedder's tokens, of which some alone are in memory")
         return func(*map(_whole, args), **{name: _whole(each) for name, each in (kwargs or {}).items()})
 
@@ -77,7 +78,8 @@ class LocalTokens(Tensor):
         return cut(every, self.spans)
 
     def whole(self) -> Tensor:
-        """Return all tokens, NaN but for those of ``local``: a value that is made of others is refused."""
+        """Return all tokens, NaN but for those of ``local``: attention spreads what is made of others to a
+        result that is refused."""
         batch, _, width = self.local.shape
         tokens = prod(self.shape) // (batch * width)
         shape = (batch, width, tokens) if self.features_first else (batch, tokens, width)

@@ -77,7 +77,7 @@ class Activations:
 
     replicated, cut: inside a block, the latter divided by tensor parallelism. communicated: also inside,
     where sequence parallelism sends tokens around attention; ring: where keys and values go around. outside:
-    of the model's own first and last layers, which every rank computes for all tokens; latents: through both.
+    of the model's own first and last layers; latents: through both.
     buffered: what is there instead of communicated where keys and values come into PipeFusion's buffers.
     text_lacks: of latents, what a token of text has none of.
     """

@@ -40,6 +40,9 @@ from .admission import (
     out_of_memory_error,
 )
 
+#: So many steps a host may be ahead of its GPU, which waits for one that compiles.
+STEPS_AHEAD = 3
+
 
 class Worker:
     """What every rank does with a message; rank 0 (Leader) adds the clients."""
@@ -60,6 +63,8 @@ class Worker:
         #: Attention kernel, type, head size, with log-sum-exp? -> why requests are refused; empty: they run.
         self.tried: dict[tuple, str] = {}
         beats = begun.beats
+        #: Models of which a call has ended, and whether it compiled.
+        self.called: set[tuple[str, str]] = set()
         self.clock = StepClock(beats.ring(int(os.environ["LOCAL_RANK"])) if beats else None)
 
     def follow(self):
@@ -94,7 +99,8 @@ class Worker:
         prepare = partial(self.engine.prepare_sample, message, planned.inputs if planned else None)
         prepared = self._admitted(message, prepare, planned)
         self.clock.new_request()
-        self.clock.compiling = (0, message.warmup_steps) if message.compile == "blocks" else ()
+        first = (0, message.warmup_steps) if message.compile == "blocks" else ()
+        self.clock.compiling = {begin + step for begin in first for step in range(STEPS_AHEAD)}
         timed = replace(callbacks, on_begin=self.clock.begin)
         ended: Exception | None = None
         result: Any = None
@@ -121,12 +127,12 @@ class Worker:
         prepare = partial(self.engine.prepare_call, message, planned.inputs if planned else None)
         # what is not looked at again may find no memory: others have used the device since
         prepared = self._guarded(partial(self._admitted, message, prepare, planned))
-        compiles = message.compile == "blocks" and not prepared.model.was_called
-        self.clock.compiling = (0,) if compiles else ()
+        how = (message.model, message.compile)
+        self.clock.compiling = {0} if message.compile == "blocks" and how not in self.called else ()
         self.clock.begin(0)
         try:
             result = self._guarded(partial(self.engine.forward, message, prepared))
-            prepared.model.was_called = True
+            self.called.add(how)
             return result
         finally:
             self.clock.begin(None)
@@ -235,6 +241,7 @@ class Worker:
     def forget_unloaded(self):
         """Keep nothing of models that are no longer loaded: a plan's checkpoint maps a whole file."""
         self.reports = {key: it for key, it in self.reports.items() if key in self.engine.models}
+        self.called = set()  # one may be loaded again
         self.admission.forget()
 
     def load(
@@ -320,6 +327,7 @@ class Worker:
     def arrange(self, config: ParallelConfig):
         """Change the process groups and what is loaded on them."""
         old = self.mesh
+        self.called = set()
         self.engine.drop_for(config)  # before new groups take memory next to the old ones
         self.engine.memory.release()  # NCCL cannot use what torch's allocator caches
         try:

@@ -1,10 +1,9 @@
 """An estimate of the activations of a rank.
 
 It is the most of two moments. Inside a block: the streams, and what attention or the MLP makes of this rank's
-tokens. Outside of the blocks: a few tensors of the whole sequence, which the model's own first and last
-layers compute on every rank. Latents and rotary tables live through both. PipeFusion's first steps compute
-all patches at once. Attention is taken to keep no scores. Cached keys, values and modulation are counted in
-workload.py.
+tokens. Outside of the blocks: a few tensors of the model's own first and last layers. Latents and rotary
+tables live through both. PipeFusion's first steps compute all patches at once. Attention is taken to keep no
+scores. Cached keys, values and modulation are counted in workload.py.
 
 Of known families activations.json has what a token takes in both, as multiples of its width, fitted to dry
 runs of released models (benchmarks/fit_activations.py): within 22 % of each. Of other classes the widths of
@@ -26,7 +25,7 @@ from ..planner.model_shape import Activations
 from ..shares import relative_shares
 from .workload import MeshPlace, Workload
 
-#: Family -> the fields of Activations but latents, in tokens of its width.
+#: Family -> the fields of Activations but latents and text_lacks, in tokens of its width.
 FITTED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 FIRST: MeshPlace = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 

@@ -58,7 +58,6 @@ class LoadedModel:
     choices: Mapping[str, MatmulChoice]
     parked_on: frozenset[int] = frozenset()
     dequantized_bytes: int = 0
-    was_called: bool = False
 
     @property
     def parked(self) -> bool:

@@ -56,9 +56,11 @@ def test_nobody_has_named_a_model_that_is_no_longer_loaded():
     """Somebody else who loads it again frees it whole."""
     ranks = Ranks(["gone", "loaded"], room=2)
     ranks.named[here := client()] = {"gone", "loaded"}
+    ranks.called = {("gone", "off"), ("loaded", "off")}
     ranks.reports, ranks.admission = {}, cast(Any, SimpleNamespace(forget=lambda: None))
     del ranks.engine.models["gone"]
     ranks.forget_unloaded()
+    assert not ranks.called
     assert ranks.named[here] == {"loaded"} and list(ranks.files) == ["loaded"]
     assert ranks.named.take_off(Unload("gone"), client()) == Unload("gone")
 

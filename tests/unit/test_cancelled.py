@@ -24,11 +24,12 @@ def leader() -> Any:
     def cancelled(*_):
         raise RequestCancelled(2)
 
-    model = SimpleNamespace(parked_on=frozenset(), dequantized_bytes=0, was_called=False)
+    model = SimpleNamespace(parked_on=frozenset(), dequantized_bytes=0)
     rank: Any = Leader.__new__(Leader)
     rank.mesh = SimpleNamespace(rank=0, world_size=1)
     rank.control = SimpleNamespace(broadcast=lambda message: None)
     rank.clock = StepClock(None)
+    rank.called = set()
     rank._admitted = lambda *_: SimpleNamespace(model=model)
     rank.engine = SimpleNamespace(memory=FakeMemory(0), sample=cancelled, prepare_sample=print)
     return rank
@@ -47,18 +48,21 @@ def test_a_client_hears_of_its_cancel_before_memory_goes_back(leader):
     assert order == [7, Cancelled(2), "released"]
 
 
-@pytest.mark.parametrize("compile, steps", [("blocks", (0, 3)), ("off", ())])
+@pytest.mark.parametrize("compile, steps", [("blocks", {0, 1, 2, 3, 4, 5}), ("off", set())])
 def test_a_rank_says_in_which_steps_of_a_request_it_compiles(leader, compile, steps):
-    """The first, and the first of PipeFusion's patches."""
+    """The first, and the first of PipeFusion's patches, and those that a host may be ahead."""
     message = Sample("m", "euler", 1.0, 7, warmup_steps=3, compile=compile)
     with pytest.raises(RequestCancelled):
         leader.run_sample(message, Callbacks())
-    assert leader.clock.compiling == steps
+    assert set(leader.clock.compiling) == steps
     leader.engine = SimpleNamespace(prepare_call=print, forward=lambda *_: None)
     leader._guarded = lambda act: act()
-    for steps_of_call in (steps[:1], ()):  # and of a model that has been called none
-        leader.run_call(ModelCall("m", compile=compile, tensors={}))
-        assert leader.clock.compiling == steps_of_call
+    found = []
+    for name, asked in (("m", "off"), ("m", compile), ("m", compile), ("m+lora", compile)):
+        leader.run_call(ModelCall(name, compile=asked, tensors={}))
+        found.append(set(leader.clock.compiling))
+    first = {0} if steps else set()
+    assert found == [set(), first, set(), first]
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

@@ -49,7 +49,9 @@ def test_a_node_says_that_it_waits_for_another_client(host):
     shown = []
     status.send = shown.append
     backend = SimpleNamespace(
-        wait_line="waiting for another client's request, 2 steps left", step_line=lambda after=3.0: ""
+        wait_line="waiting for another client's request, 2 steps left",
+        step_line=lambda after=3.0: "",
+        client=SimpleNamespace(waiting=None),
     )
     assert not status.interrupted(backend=backend) and not status.interrupted(backend=backend)
     backend.wait_line = ""

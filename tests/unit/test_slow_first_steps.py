@@ -23,9 +23,8 @@ def test_a_node_says_what_a_slow_first_step_waits_for(host):
     status.send = shown.append
     timer = SimpleNamespace(reason="the ranks compile", spent=1.0)
     client = SimpleNamespace(waiting=None, timer=timer)
-    backend = SimpleNamespace(
-        wait_line="", step_line=partial(Connected.step_line, SimpleNamespace(client=client))
-    )
+    step_line = partial(Connected.step_line, SimpleNamespace(client=client))
+    backend = SimpleNamespace(wait_line="", step_line=step_line, client=client, process="ours")
     assert not status.interrupted(backend=backend) and shown == []
     timer.spent = 10.0
     assert not status.interrupted(backend=backend) and shown == ["the ranks compile"]
@@ -40,3 +39,11 @@ def test_a_node_says_what_a_slow_first_step_waits_for(host):
     assert status.interrupted(backend=backend)
     cancelling = f"cancelling: the ranks compile; {host.progress.STOP}"
     assert shown[2:] == [cancelling, host.progress.CANCELLING]
+
+
+@pytest.mark.parametrize("waiting, said", [(None, "cancelling: the ranks load"), ("in a queue", "")])
+def test_stop_ranks_is_said_of_ranks_of_ours_that_run_alone(host, waiting, said):
+    """Others are only hung up on; a request in a queue leaves it at once."""
+    client = SimpleNamespace(waiting=waiting)
+    backend = SimpleNamespace(step_line=lambda after: "the ranks load", client=client, process=None)
+    assert host.progress.cancelling(backend) == (said or host.progress.CANCELLING)

@@ -1,1 +1,1 @@
-"""Starts ranks on this machine, and says why they ended."""
+"""Starts ranks on this machine."""
