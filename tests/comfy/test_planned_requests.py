@@ -40,7 +40,7 @@ def test_reference_images_are_counted(monkeypatch, references, static_text):
     has them among the text, whose keys and values it keeps."""
     given = [LATENT] * references
     shape = replace(SHAPE, static_text=static_text)
-    monkeypatch.setattr(auto_plan, "run_planned", lambda auto, choice, request, others, run: request(shape))
+    monkeypatch.setattr(auto_plan, "run_planned", lambda asked, run: asked.request(shape))
     monkeypatch.setattr(auto_plan, "lora_bytes", lambda dit: (LoraBytes(), LoraBytes()))
     positive = [[PROMPT, {"reference_latents": given} if given else {}]]
     latent = {"samples": LATENT.clone()}
