@@ -150,7 +150,7 @@ def _cat(tensors: Any, dim: int = 0, **named: Any) -> LocalTokens | None:
             tuple(shape), torch.cat([each.local for each in tensors], 2), first.spans, features == 1
         )
     others = tensors[1:]
-    if first.ndim != 3 or place == 0 or tensors[0] is not first or any(map(_is_local, others)):
+    if first.ndim != 3 or place == 0 or any(map(_is_local, others)):
         return None
     given = [each.transpose(1, 2) if first.features_first else each for each in others]
     spans = (*first.spans, Span(first.shape[place], shape[place]))
