@@ -2,7 +2,7 @@
 of comfy-kitchen (Comfy-Org, Apache-2.0), which is optional and imported at the first use."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -43,6 +43,9 @@ BYTES_PER_FLOAT8_VALUE = 5
 BLOCKED, BYTES_PER_BLOCKED_VALUE = 1 << 24, 25
 #: Values of an int8 product's inputs or outputs up to which inputs that ranks compare are rotated once.
 COMPARED = 1 << 25
+#: Values of inputs wider than outputs that are quantized at once: the copy can be the largest moment of a
+#: block. It takes a byte a value, and three where int8 has too many columns to be rotated in the same pass.
+QUANTIZED, ROTATED_IN_ONE_PASS = 1 << 27, 1 << 14
 #: Rows of a tile of cuBLAS' block scales.
 BLOCK_ROWS = 128
 #: Largest values of the formats.
@@ -105,7 +108,7 @@ def int8(
         def fused(chunk: slice) -> Tensor:
             return _kitchen().int8_linear(rows[chunk], values, scale, bias, x.dtype, **rotation_options)
 
-        step = rows_at_once(CHUNK, values) if _keeps_sums() else len(rows)
+        step = rows_at_once(CHUNK, values) if _keeps_sums() else _quantized_rows(values.shape, len(rows))
         product, added = fused, None
     else:
         product, step = _int8_product(x, weight, max_over_ranks)
@@ -170,18 +173,27 @@ def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int, com
     given no GPU plans for Ampere and later ones; ranks count the turns of GPUs before."""
     if kernel not in FUSED:
         return 0
-    is_compared = kernel is int8 and compared > 0
     values = tokens * max(rows, columns)
     at_once = _may_fuse() or (_fuses(FUSED[kernel]) and not (kernel is int8 and _keeps_sums()))
-    if at_once and not is_compared:
-        return 0
+    together = _quantized_rows((rows, columns), tokens)
+    of_a_turn = 2 * rows * together if together < tokens else 0  # outputs
+    if at_once and not (kernel is int8 and compared):
+        copies = 3 if kernel is int8 and columns > ROTATED_IN_ONE_PASS else 1
+        return (copies * together * columns + of_a_turn) * (columns > rows)
     if at_once and is_aligned(rows, columns) and (_may_fuse() or _scaled_product("cuda")):
         return (2 * compared + 1) * min(COMPARED, values)  # inputs, the same quantized, outputs of a chunk
     if kernel is int8:
         return BYTES_PER_CHUNKED_VALUE * min(CHUNK, values)
     if kernel is float8:
-        return tokens * columns + BYTES_PER_FLOAT8_VALUE * min(CHUNK, tokens * columns)
+        copied = together * columns
+        return copied + of_a_turn + BYTES_PER_FLOAT8_VALUE * min(CHUNK, copied)
     return BYTES_PER_BLOCKED_VALUE * min(BLOCKED, tokens * columns)
+
+
+def _quantized_rows(matrix: Sequence[int], tokens: int) -> int:
+    """Return of how many ``tokens`` inputs are quantized at once: all if outputs, which stay, are as wide."""
+    rows, columns = matrix
+    return min(tokens, BLOCK_ROWS * max(1, QUANTIZED // columns // BLOCK_ROWS)) if columns > rows else tokens
 
 
 def _int8_product(
@@ -212,17 +224,16 @@ def float8(
     given = tensors.get("input_scale")
     one = _one(x.device)
     input_scale = one if given is None else given.float()
+    values, scale = tensors["values"], tensors.get("scale", one).float()
+    rows = _rows(x)
     inside, after = _bias_where(x, bias)
-    out = scaled_mm_v2(
-        _as_float8(_rows(x), input_scale, is_scaled=given is not None),
-        tensors["values"].t(),
-        scale_a=input_scale,
-        scale_b=tensors.get("scale", one).float(),
-        bias=inside,
-        out_dtype=x.dtype,
-    )
-    out = out if after is None else out + after
-    return out.view(*x.shape[:-1], out.shape[-1])
+
+    def product(chunk: slice) -> Tensor:
+        inputs = _as_float8(rows[chunk], input_scale, is_scaled=given is not None)
+        scales = {"scale_a": input_scale, "scale_b": scale}
+        return scaled_mm_v2(inputs, values.t(), **scales, bias=inside, out_dtype=x.dtype)
+
+    return _in_chunks(x, len(values), after, _quantized_rows(values.shape, len(rows)), product)
 
 
 def _as_float8(rows: Tensor, scale: Tensor, is_scaled: bool) -> Tensor:
@@ -291,7 +302,7 @@ def _multiply_blocks(
         multiply = getattr(functions, f"scaled_mm_{kind}")
         return multiply(*arguments, bias=inside, out_dtype=x.dtype)[: len(inputs)]
 
-    step = len(rows)  # all blocks are quantized at once where comfy-kitchen's own kernel does that
+    step = _quantized_rows(weight.shape, len(rows))
     if not _fuses(f"quantize_{kind}"):
         step = max(BLOCK_ROWS, BLOCKED // rows.shape[-1] // BLOCK_ROWS * BLOCK_ROWS)
     return _in_chunks(x, columns=weight.shape[0], bias=after, step=step, product=product)

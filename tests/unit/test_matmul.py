@@ -1,17 +1,16 @@
 """How quantized layers multiply: native products bit by bit comfy-kitchen's own, and which layers are given
 them."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from live_memory import LiveMemory
+from kitchen_weights import LAYOUTS, numbers, ours, theirs
 
-from backend.quantization import kernels, matmul
+from backend.quantization import kernels
 from backend.quantization.added_products import LowRank, Scales
-from backend.quantization.formats import FORMATS, hadamard
+from backend.quantization.formats import hadamard
 from backend.quantization.kernels import MatmulChoice
 from backend.quantization.packed import Packed
 from backend.quantization.packed_weight import PackedWeight, can_multiply_in_chunks, multiplier
@@ -19,60 +18,7 @@ from backend.quantization.packed_weight import PackedWeight, can_multiply_in_chu
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 ROWS, COLUMNS = 96, 256
-#: Format -> (comfy-kitchen's layout, its options, what files say of it).
-ROTATED = {"convrot": True, "convrot_groupsize": 64}
-LAYOUTS = {
-    "int8": ("int8_tensorwise", "TensorWiseINT8Layout", {}),
-    "int8 of rows": ("int8_tensorwise", "TensorWiseINT8Layout", {"per_channel": True}),
-    "ConvRot": ("int8_tensorwise", "TensorWiseINT8Layout", {"per_channel": True, **ROTATED}),
-    "fp8": ("float8_e4m3fn", "TensorCoreFP8Layout", {"scale": "recalculate"}),
-    "mxfp8": ("mxfp8", "TensorCoreMXFP8Layout", {}),
-    "nvfp4": ("nvfp4", "TensorCoreNVFP4Layout", {}),
-}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture
-def kitchen(monkeypatch):
-    """comfy-kitchen next to a torch for CPUs: one for CUDA plans for ranks that have GPUs."""
-    monkeypatch.setattr(torch.version, "cuda", None)
-    return pytest.importorskip("comfy_kitchen")
-
-
-def numbers(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def theirs(kind: str, weight: torch.Tensor):
-    """comfy-kitchen's QuantizedTensor of a matrix."""
-    from comfy_kitchen.tensor import QuantizedTensor
-
-    _, layout, options = LAYOUTS[kind]
-    return QuantizedTensor.from_float(weight, layout, **options)
-
-
-def ours(kind: str, quantized, dtype: torch.dtype, **more) -> PackedWeight:
-    """The same matrix as a PackedWeight that multiplies natively."""
-    import comfy_kitchen
-
-    name, _, options = LAYOUTS[kind]
-    values, params = quantized._qdata, quantized._params
-    tensors = {"values": values, **more}
-    if name in ("mxfp8", "nvfp4"):
-        scales = params.block_scale if name == "nvfp4" else params.scale
-        block = FORMATS[name].block({})
-        tiles = scales.view(torch.uint8)
-        shape = {"num_rows": ROWS, "num_cols": COLUMNS // block}
-        tensors["block_scales"] = comfy_kitchen.from_blocked(tiles, **shape).contiguous()
-        if name == "nvfp4":
-            tensors["tensor_scale"] = params.scale.reshape(1)
-    else:
-        tensors["scale"] = (
-            params.scale.reshape(-1, 1) if params.scale.numel() > 1 else params.scale.reshape(1)
-        )
-    settings = {"format": name, **{key: value for key, value in options.items() if "convrot" in key}}
-    packed = Packed(FORMATS[name], settings, tensors, COLUMNS, (range(COLUMNS),))
-    return PackedWeight(packed, dtype, MatmulChoice(matmul.RULES[name].kernel, ""))
 
 
 def product(kind: str, x: torch.Tensor, quantized, bias, scale=None) -> torch.Tensor:
@@ -238,80 +184,6 @@ def largest_of_rows(x: torch.Tensor, own: torch.Tensor, packed: Packed) -> torch
 
 
 @torch.inference_mode()
-def test_int8_without_fused_kernels_takes_rows_in_turns(kitchen, monkeypatch):
-    """They hold several times their output at once; the scales are a row's own, so the result is the same.
-    Turns are multiples of what comfy-kitchen pads to."""
-    x, bias = numbers(2, 61, COLUMNS, seed=1, dtype=torch.bfloat16), numbers(ROWS, dtype=torch.bfloat16)
-    weight = ours(
-        "int8", theirs("int8", numbers(ROWS, COLUMNS, seed=3, dtype=torch.bfloat16)), torch.bfloat16
-    )
-    whole, call, rows = weight.linear(x, bias), kitchen.mm_int8, []
-    monkeypatch.setattr(kitchen, "mm_int8", lambda x, w: rows.append(len(x)) or call(x, w))
-    for at_once, wanted in ((5, [32, 32, 32, 26]), (70, [64, 58])):
-        monkeypatch.setattr(kernels, "CHUNK", at_once * COLUMNS)
-        rows.clear()
-        assert weight.linear(x, bias).equal(whole) and rows == wanted
-    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
-    assert weight.linear(x, bias).equal(whole) and rows == wanted
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["int8", "int8 of rows", "ConvRot"])
-def test_int8_products_hold_what_is_counted(kitchen, monkeypatch, kind, dtype):
-    """In addition to their output, of wide inputs and of wide outputs."""
-    for rows, columns in ((256, 256), (1024, 256), (256, 1024)):
-        monkeypatch.setattr(sys.modules[__name__], "ROWS", rows)
-        monkeypatch.setattr(sys.modules[__name__], "COLUMNS", columns)
-        monkeypatch.setattr(kernels, "CHUNK", 100 * max(rows, columns))
-        weight = ours(kind, theirs(kind, numbers(rows, columns, seed=3, dtype=dtype)), dtype)
-        x = numbers(300, columns, seed=1, dtype=dtype)
-        memory = LiveMemory()
-        with memory:
-            out = weight.linear(x, None)
-        counted = kernels.chunk_bytes(kernels.int8, 300, rows, columns)
-        assert memory.peak - out.nbytes <= counted == kernels.BYTES_PER_CHUNKED_VALUE * kernels.CHUNK
-    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
-    assert kernels.chunk_bytes(kernels.int8, 300, rows, columns) == 0
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("is_scaled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_float8_products_hold_what_is_counted(kitchen, monkeypatch, dtype, is_scaled):
-    """Some rows at a time, to the same values: a copy of all inputs is the largest tensor of a block."""
-    weight = ours("fp8", theirs("fp8", numbers(256, 1024, seed=3, dtype=dtype)), dtype)
-    if is_scaled:
-        weight.packed.tensors["input_scale"] = torch.tensor(0.01)
-    x = numbers(2, 150, 1024, seed=1, dtype=dtype)
-    whole = weight.linear(x, None)
-    monkeypatch.setattr(kernels, "CHUNK", 100 * 1024)
-    with LiveMemory() as memory:
-        out = weight.linear(x, None)
-    assert out.equal(whole)
-    held = 300 * 1024 + kernels.BYTES_PER_FLOAT8_VALUE * kernels.CHUNK
-    assert memory.peak - out.nbytes <= kernels.chunk_bytes(kernels.float8, 300, 256, 1024) == held
-    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
-    assert weight.linear(x, None).equal(whole) or not is_scaled
-    assert kernels.chunk_bytes(kernels.float8, 300, 256, 1024) == 0
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
-def test_blocks_without_fused_kernels_are_quantized_in_turns(kitchen, monkeypatch, kind):
-    """In whole tiles of scales; the scale of all of them is taken before."""
-    x, bias = numbers(3, 100, COLUMNS, seed=1), numbers(ROWS)
-    weight = ours(kind, theirs(kind, numbers(ROWS, COLUMNS, seed=3)), torch.float32)
-    name = f"quantize_{kind}"
-    whole, call, rows = weight.linear(x, bias), getattr(kitchen, name), []
-    monkeypatch.setattr(kitchen, name, lambda x, *a, **b: rows.append(len(x)) or call(x, *a, **b))
-    monkeypatch.setattr(kernels, "BLOCKED", 200 * COLUMNS)
-    assert weight.linear(x, bias).equal(whole) and rows == [128, 128, 44]
-    monkeypatch.setattr(kernels, "_fuses", lambda name: True)
-    assert weight.linear(x, bias).equal(whole) and rows[3:] == [300]
-
-
-@torch.inference_mode()
 def test_a_rank_whose_inputs_are_all_zero(kitchen):
     """As of a conditioning that is zeroed out; blocks are divided by the largest of all."""
     bias = numbers(ROWS)
@@ -324,12 +196,3 @@ def test_cublas_is_given_no_bias_in_float32(dtype, inside):
     bias = numbers(ROWS, dtype=dtype)
     found = kernels._bias_where(torch.empty(1, COLUMNS, dtype=dtype, device="meta"), bias)
     assert found == ((bias, None) if inside else (None, bias))
-
-
-def test_a_process_without_gpus_plans_for_ranks_with_kernels(kitchen, monkeypatch):
-    """comfy-kitchen has no CUDA kernels where no GPU is to be seen, as where headers are read."""
-    assert kernels.chunk_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert kernels.chunk_bytes(kernels.int8, 300, ROWS, COLUMNS) == 0
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert kernels.chunk_bytes(kernels.int8, 300, ROWS, COLUMNS) > 0
