@@ -5,7 +5,7 @@ A finding is (status, text): ok; warning, for what costs speed or may surprise; 
 
 from collections.abc import Callable, Iterable, Iterator
 
-from doctor_facts import Facts
+from doctor_facts import CUDA_SECONDS, TIMED_OUT, Facts
 from doctor_findings import OK, PROBLEM, WARNING, Finding, findings, gb
 from doctor_room import more_memory
 from doctor_slow_copies import copies
@@ -113,7 +113,13 @@ def wheels(facts: Facts) -> Iterator[Status]:
         yield OK, f"optional and not installed: {', '.join(absent)}"
 
 
-def cuda(facts: Facts) -> Status:
+def cuda(facts: Facts) -> Iterator[Status]:
+    if facts.smi[1] == TIMED_OUT:  # said before the next wait
+        yield WARNING, f"{TIMED_OUT}; asking torch, which may take {CUDA_SECONDS:.0f} s more"
+    yield _cuda(facts)
+
+
+def _cuda(facts: Facts) -> Status:
     built, driver = facts.torch, facts.driver
     name = f"torch {built.version}"
     if facts.gpus:

@@ -20,6 +20,7 @@ from typing import Any
 
 import doctor_build
 import doctor_copies
+import doctor_processes
 import doctor_room
 import doctor_visible
 import torch
@@ -47,9 +48,12 @@ VARIABLE_PREFIXES = (
     *("HIP_", "ROCR_", "RCCL_", "MIOPEN_", "FLASH_ATTENTION_"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
-#: Variables that are no one else's business.
-SECRETS = ("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES")
+SECRETS = ("PARALLEL_DIT_TOKEN", "PARALLEL_DIT_ADDRESSES")  # no one else's business
 SMI_SECONDS = 20.0
+TIMED_OUT = f"nvidia-smi did not answer within {SMI_SECONDS:g} s"
+#: What may wait for a lost GPU for ever; and its time, with torch's import.
+ASKS_DRIVER = "import torch; torch.cuda.device_count(); torch.cuda.init()"
+CUDA_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Facts:
         if torch.distributed.is_available() and torch.distributed.is_nccl_available():
             nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "RCCL"
         has_gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-        archs = tuple(torch.cuda.get_arch_list())
+        archs = () if self.hang else tuple(torch.cuda.get_arch_list())  # which asks the driver for GPUs
         versions = (torch.version.cuda or "", torch.version.hip or "")
         return Torch(torch.__version__, *versions, archs, nccl, has_gloo)
 
@@ -125,7 +129,7 @@ class Facts:
         try:
             answer = driver_query.answer(command, SMI_SECONDS)
         except subprocess.TimeoutExpired:  # whose text begins with the whole command
-            return "", f"nvidia-smi did not answer within {SMI_SECONDS:g} s"
+            return "", TIMED_OUT
         except (OSError, subprocess.SubprocessError) as error:
             return "", f"nvidia-smi failed: {error}"[:200]
         if answer.returncode:
@@ -157,9 +161,20 @@ class Facts:
         return doctor_build.build()
 
     @cached_property
+    def hang(self) -> str:
+        """Why this process may not ask the driver: nvidia-smi and torch in its own process time out."""
+        if self.smi[1] != TIMED_OUT:
+            return ""
+        command = [sys.executable, "-c", ASKS_DRIVER]
+        ended = doctor_processes.run(command, CUDA_SECONDS, Path(tempfile.gettempdir()))
+        return f"CUDA did not start within {CUDA_SECONDS:g} s" if ended.code is None else ""
+
+    @cached_property
     def cuda_error(self) -> str:
         """Why no GPU of those that torch counts can be used; empty where there is none, or they can. It
         counts by the driver's own library, which an old driver has, too."""
+        if self.hang:
+            return self.hang
         if not torch.cuda.device_count() and not self.smi[1]:  # it counts none where the driver fails
             return ""
         try:

@@ -69,6 +69,44 @@ def test_a_driver_that_was_updated_while_it_ran_asks_for_a_restart(monkeypatch):
     assert all(word in found["CUDA"].text for word in ("Error 803", MISMATCH, "restart the machine"))
 
 
+@pytest.fixture
+def lost_gpu(monkeypatch):
+    """Facts of a machine whose nvidia-smi hangs, and what asks torch for its GPUs in this process."""
+    asked = []
+
+    def hang(name, answer):
+        return lambda *_: asked.append(name) or answer
+
+    for name, answer in (("device_count", 0), ("init", None), ("get_arch_list", [])):
+        monkeypatch.setattr(torch.cuda, name, hang(name, answer))
+    facts = machine(smi=("", doctor_facts.TIMED_OUT), driver=[])
+    for name in ("gpus", "torch"):
+        delattr(facts, name)
+    return facts, asked
+
+
+def test_a_driver_that_hangs_is_asked_by_another_process_alone(monkeypatch, lost_gpu):
+    """This one would wait for a lost GPU for ever: torch counts GPUs by the driver, too."""
+    facts, asked = lost_gpu
+    monkeypatch.setattr(doctor_facts, "ASKS_DRIVER", "import time; time.sleep(600)")
+    monkeypatch.setattr(doctor_facts, "CUDA_SECONDS", 0.5)
+    checks = iter(doctor_checks.cuda(facts))
+    assert next(checks)[0] == WARNING and "hang" not in vars(facts)  # said before the wait
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27))
+    status, text = next(checks)
+    assert status == PROBLEM and "restart the machine" in text
+    assert "CUDA did not start within 0.5 s" in text and doctor_facts.TIMED_OUT in text
+    assert facts.gpus == facts.usable == [] and asked == []
+
+
+def test_a_driver_that_is_slow_is_asked_again(monkeypatch, lost_gpu):
+    facts, asked = lost_gpu
+    monkeypatch.setattr(doctor_facts, "ASKS_DRIVER", "")
+    assert facts.cuda_error == "" and facts.torch.archs == ()
+    assert set(asked) == {"init", "device_count", "get_arch_list"}
+
+
 def test_warnings_of_the_driver_are_no_gpus(monkeypatch):
     row = "0, NVIDIA GeForce RTX 4090, 550.90, Default, [N/A], 16, 16, 1, 4, 450.00, 41, 210, GPU-1a\n"
     answer = SimpleNamespace(stdout="WARNING: infoROM is corrupted, gpu 0\n" + row, stderr="", returncode=0)
