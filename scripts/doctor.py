@@ -110,10 +110,20 @@ def draw(findings: list, path: Path):
 
 
 def end_in_order(number: int, frame):
-    """Handle SIGTERM and SIGHUP by SystemExit, so that ranks, programs and files of --full go; a second one
-    changes nothing."""
+    """Handle SIGTERM, SIGHUP and Ctrl-C by SystemExit, so that ranks, programs and files of --full go, and no
+    request is waited for; a second one changes nothing."""
     signal.signal(number, signal.SIG_IGN)
+    if number == signal.SIGINT:  # by os.write: it may have come in the middle of a print
+        os.write(1, b"\ninterrupted: ending the ranks and programs, if any\n")
     sys.exit(128 + number)
+
+
+def handle_signals():
+    """End in order by signals of which this is not told to take no notice, as under nohup."""
+    for name in ("SIGTERM", "SIGHUP", "SIGINT"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and (name == "SIGTERM" or signal.getsignal(number) != signal.SIG_IGN):
+            signal.signal(number, end_in_order)
 
 
 def go_on_in_ranks_python(arguments: list[str]):
@@ -145,9 +155,7 @@ def end_with_parent():
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit status: 1 where there is a problem, 130 after Ctrl-C."""
     chosen = options(arguments)
-    signal.signal(signal.SIGTERM, end_in_order)
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        signal.signal(signal.SIGHUP, end_in_order)
+    handle_signals()
     if chosen.ends_with_stdin:
         end_with_parent()
     try:
@@ -166,19 +174,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"problem  json               {chosen.json} cannot be written ({error}); name another file")
         return 1
     findings: list = []
-    ended = "interrupted"
+    ended = "exit"
     try:
         show(checks.quick(facts), report, findings)
         if chosen.full:
             show(run_backend(facts, chosen), report, findings)
         ended = "complete"
-    except KeyboardInterrupt:
-        print("interrupted: this was found until then")
     except SystemExit as end:
-        ended = f"signal {end.code - 128}" if isinstance(end.code, int) and end.code > 128 else "exit"
-        raise
+        if end.code != INTERRUPTED:
+            ended = f"signal {end.code - 128}" if isinstance(end.code, int) and end.code > 128 else "exit"
+            raise
+        ended = "interrupted"
     finally:
         report.close(ended)
+    if ended == "interrupted":
+        print("this was found until then")
     status = conclude(findings, chosen)
     return status if ended == "complete" else INTERRUPTED
 

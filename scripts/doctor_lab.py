@@ -123,8 +123,10 @@ class Lab(Models):
 
     def close(self):
         """End the ranks and remove the files."""
-        pool.close_all()
-        self._private.close()
+        try:
+            pool.close_all()
+        finally:  # gigabytes
+            self._private.close()
 
     def fresh(self):
         """End the ranks: the next request starts new ones."""

@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +86,15 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def own_signals():
+    """doctor.main handles signals of its process, which here is pytest's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,7 @@ METHODS = ("ulysses", "tensor parallel", "pipefusion M=2")
 
 
 @pytest.fixture(autouse=True)
-def killed_as_usual(monkeypatch):
+def killed_as_usual(monkeypatch, own_signals):
     """doctor.main handles SIGTERM by SystemExit, which here would be a test that fails, of a pytest that goes
     on though it was told to end."""
     monkeypatch.setattr(doctor, "end_in_order", signal.SIG_DFL)

@@ -30,6 +30,8 @@ from backend.config import ParallelConfig
 from backend.parallel.attention.kernel_table import KERNELS
 from backend.protocol import Loaded, Result, Sample
 
+pytestmark = pytest.mark.usefixtures("own_signals")
+
 
 def test_a_healthy_machine_has_no_findings_but_ok():
     assert {each.status for each in doctor_checks.quick(machine())} == {OK}
@@ -189,15 +191,6 @@ def test_a_package_is_imported_by_another_process(monkeypatch, tmp_path):
     monkeypatch.setitem(WHEELS, "absent", "absent_module")
     assert tried("kills").error == "its import was ended by signal 6"
     assert "absent_module" in tried("absent").error
-
-
-@pytest.fixture(autouse=True)
-def own_signals():
-    """doctor.main handles signals of its process, which here is pytest's."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"loopback": "denied"}, 1)])

@@ -270,3 +270,16 @@ def test_launches_are_timed_and_told(monkeypatch):
     *_, last = doctor_runs._in_order(lab, [])
     assert last.text == "ranks started 2 times: 2 in 4.0 to 5.0 s" and last.values["starts"] == lab.starts
     lab.close()
+
+
+def test_files_go_though_ranks_do_not_end(monkeypatch):
+    """Gigabytes, and Ctrl-C may come while they end."""
+
+    def close_all():
+        raise KeyboardInterrupt
+
+    lab = doctor_lab.Lab("cpu", 2, 1.0)
+    monkeypatch.setattr(doctor_lab.pool, "close_all", close_all)
+    with pytest.raises(KeyboardInterrupt):
+        lab.close()
+    assert not lab.folder.exists()

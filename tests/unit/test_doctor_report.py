@@ -20,6 +20,7 @@ from doctor_stubs import GPU, machine
 
 from backend.client import status
 
+pytestmark = pytest.mark.usefixtures("own_signals")
 FOUND = Finding("links", OK, "fast", {"p2p": float("inf"), "rows": [{"distance": float("nan")}]})
 
 
@@ -48,30 +49,36 @@ def test_the_file_is_there_from_the_first_moment(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_what_was_found_until_an_interrupt_is_reported(tmp_path, monkeypatch, capsys, number):
-    """Ctrl-C ends it with what was found, for who looks at it; a signal is another program's."""
+def test_what_was_found_until_an_interrupt_is_reported(tmp_path, monkeypatch, capfd, number):
+    """Ctrl-C ends it with what was found, for who looks at it; a signal is another program's. A second one
+    does not keep it from ending what it has started, and no request is waited for (SystemExit)."""
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     usual[signal.SIGINT] = signal.default_int_handler  # whatever this was started by ignores
-    before = {each: signal.signal(each, handler) for each, handler in usual.items()}
+    for each, handler in usual.items():
+        signal.signal(each, handler)
+    ended_by = []
 
     def checks(facts):
         yield FOUND
-        os.kill(os.getpid(), number)
-        yield FOUND
+        try:
+            os.kill(os.getpid(), number)
+            yield FOUND
+        except BaseException as end:
+            os.kill(os.getpid(), number)
+            ended_by.append(type(end))
+            raise
 
     monkeypatch.setattr("doctor_checks.quick", checks)
     monkeypatch.setattr("doctor_facts.Facts", machine)
     path = tmp_path / "doctor.json"
-    try:
-        if number == signal.SIGINT:
-            assert doctor.main(["--json", str(path)]) == 130
-            assert "0 problems, 0 warnings" in capsys.readouterr().out
-        else:
-            with pytest.raises(SystemExit):
-                doctor.main(["--json", str(path)])
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    if number == signal.SIGINT:
+        assert doctor.main(["--json", str(path)]) == 130
+        said = capfd.readouterr().out
+        assert "interrupted: ending the ranks" in said and "0 problems, 0 warnings" in said
+    else:
+        with pytest.raises(SystemExit):
+            doctor.main(["--json", str(path)])
+    assert ended_by == [SystemExit]
     ended = "interrupted" if number == signal.SIGINT else f"signal {int(number)}"
     assert written(path)["ended"] == ended and len(written(path)["findings"]) == 1
 
