@@ -121,6 +121,10 @@ class Lab(Models):
             os.environ.update(PLAIN_FLOAT32)
             os.environ.setdefault("NCCL_DEBUG", "WARN")  # into the log, of which a report has the end
 
+    def uuids(self) -> dict[int, str]:
+        """Return the GPUs that are used, as torch numbers them -> bare UUID (measurements.gpu_uuid)."""
+        return {index: measurements.gpu_uuid(index) for index in self.gpus}
+
     def close(self):
         """End the ranks and remove the files."""
         try:

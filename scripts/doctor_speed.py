@@ -14,7 +14,7 @@ from doctor_lab import Lab, relative
 from doctor_limits import compared
 from doctor_requests import whole_requests
 from doctor_time import of_form, while_time
-from doctor_under_load import UnderLoad, judged
+from doctor_under_load import UnderLoad, judged, of_gpus
 
 from backend.config import ParallelConfig
 from backend.protocol import BackendError, RefusedError
@@ -114,7 +114,7 @@ def _under_load(lab: Lab, step: float) -> list[Finding]:
     request = lab.request(path, max(2, round(LOAD_SECONDS / step)), batch=lab.ranks)
     with UnderLoad() as seen:
         lab.run(config, path, request)
-    return judged(seen.rows)
+    return judged(of_gpus(seen.rows, lab.uuids()))
 
 
 def _speed(lab: Lab, name: str, config: ParallelConfig, ceiling: float | None) -> Finding:

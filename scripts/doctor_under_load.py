@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from doctor_findings import OK, WARNING, Finding
 
 from backend.client.auto import driver_query
+from backend.client.auto.measurements import bare_uuid
 
 SMI_SECONDS = 5.0
 #: Between two questions.
@@ -82,8 +83,17 @@ def _number(row: Mapping[str, str], field: str) -> float:
         return 0.0
 
 
+def of_gpus(rows: list[Row], uuids: Mapping[int, str]) -> list[Row]:
+    """Return the rows of these GPUs with the index that torch gives each, in its order. ``uuids``: index ->
+    bare UUID; where one is not among the rows, as of a part of a GPU (MIG), all rows as they are."""
+    by_uuid = {bare_uuid(row["uuid"]): row for row in rows}
+    if not all(uuid in by_uuid for uuid in uuids.values()):
+        return rows
+    return [by_uuid[uuid] | {"index": str(index)} for index, uuid in uuids.items()]
+
+
 def judged(rows: list[Row]) -> list[Finding]:
-    """Say how GPUs ran while all of them computed, and what slowed them down; nothing of no rows."""
+    """Say how the GPUs that computed ran meanwhile, and what slowed them down; nothing of no rows."""
     if not rows:
         return []
     wrong = [why for row in rows for why in _wrong(row)]

@@ -10,7 +10,7 @@ from doctor_copies import Copies
 from doctor_findings import OK, WARNING
 from doctor_next import advised
 from doctor_stubs import StubLab, machine
-from doctor_under_load import FIELDS, UnderLoad, judged
+from doctor_under_load import FIELDS, UnderLoad, judged, of_gpus
 
 #: As idle, at work, and after it.
 LINES = (
@@ -83,6 +83,18 @@ def test_what_slows_a_gpu_down_is_said(changes, status, says):
     (found,) = judged([dict(zip(FIELDS, LINES[1].split(", "))) | changes])
     assert found.status == status and says in found.text
     assert advised(found).text == found.text
+
+
+def test_gpus_that_do_not_compute_are_not_judged(smi):
+    """Their links are those of idle ones; and torch numbers the fastest GPU first, nvidia-smi a slot."""
+    idle, busy = (line.split(",", 2)[2] for line in LINES[:2])
+    lines = [f"{index}, GPU-{index}A,{rest}" for index, rest in enumerate((idle, busy, busy, idle))]
+    rows = watched(smi(["\n".join(lines)]), 2)
+    (found,) = judged(of_gpus(rows, {0: "2a", 1: "1a"}))
+    assert found.status == OK and "GPU 0 PCIe 4" in found.text and "GPU 1 PCIe 4" in found.text
+    assert [row["uuid"] for row in found.values["under_load"]] == ["GPU-2A", "GPU-1A"]
+    for unknown in ({0: "mig-2a"}, {0: ""}):
+        assert of_gpus(rows, unknown) == rows
 
 
 def test_gpus_are_asked_while_all_compute_and_while_they_copy(smi, monkeypatch):
