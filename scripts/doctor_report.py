@@ -10,8 +10,11 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from doctor_facts import Facts, finite
 from doctor_findings import Finding
@@ -34,6 +37,8 @@ UUID = re.compile(
 PUBLIC = ("", "/root", "/tmp", "/var/tmp", "/usr", "/usr/local")
 #: Lines of the log that are reported.
 LOG_LINES = 200
+#: What is replaced, and what stands for it.
+Patterns = list[tuple[re.Pattern[str], str]]
 
 
 class Log(logging.Handler):
@@ -82,7 +87,8 @@ class Report:
             "findings": self.findings,
             "log": self.log.lines,
         }
-        text = anonymous(json.dumps(finite(report), indent=1, allow_nan=False, ensure_ascii=False))
+        report = anonymous(finite(report))
+        text = json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False)
         if self.path.exists() and not self.path.is_file() or self.path.is_symlink():  # as /dev/stdout
             self.path.write_text(text, encoding="utf-8")
             return
@@ -110,35 +116,59 @@ def with_log(finding: Finding) -> Finding:
     return replace(finding, values=finding.values | {"log": log_of_last_backend()})
 
 
-def anonymous(text: str) -> str:
-    """Return a text without the folders of who sends it, the user's name, the machine's and UUIDs of GPUs."""
-    text = _without_uuids(text)
-    for folder, stands_for in _folders().items():
-        if folder.rstrip("/") not in PUBLIC:
-            text = re.sub(rf"{re.escape(folder.rstrip('/'))}(?![\w.-]*\w)", lambda _, by=stands_for: by, text)
-    text = OTHER_HOMES.sub(lambda found: f"{found[1] or found[2]}USER", text)
-    host = socket.gethostname()
-    sudo = os.environ.get("SUDO_USER", "")
-    for name, stands_for in (
-        (_user(), "USER"),
-        (sudo, "USER"),
-        (host, "HOST"),
-        (host.partition(".")[0], "HOST"),
-    ):
-        if len(name) > 2 and name.lower() not in COMMON:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", stands_for, text)
-    return text
+def anonymous(value: Any) -> Any:
+    """Return a text, or what JSON has, without the folders of who sends it, the user's name, the machine's
+    and UUIDs of GPUs. Keys and numbers stay: a machine may be called as one of them."""
+    return _each_text(value, partial(_without, _patterns(), {}))
 
 
-def _without_uuids(text: str) -> str:
-    """Number the UUIDs as they come: who reads the report sees which GPU is which."""
-    numbers: dict[str, int] = {}
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value with each of its texts changed, but no key."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _each_text(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_each_text(each, change) for each in value]
+    return value
+
+
+def _without(patterns: Patterns, numbers: dict[str, int], text: str) -> str:
+    """Return a text without the ``patterns``, and with UUIDs numbered as they come: who reads the report sees
+    which GPU is which. ``numbers``: of those that have one."""
 
     def placeholder(match: re.Match) -> str:
         number = numbers.setdefault(match[2].lower(), len(numbers) + 1)
         return f"{match[1] or ''}UUID-{number}"
 
-    return UUID.sub(placeholder, text)
+    text = UUID.sub(placeholder, text)
+    for pattern, stands_for in patterns:
+        text = pattern.sub(stands_for, text)
+    return text
+
+
+def _patterns() -> Patterns:
+    """Return what is replaced, in this order, and by what (re.sub's)."""
+    folders = [
+        (re.compile(rf"{re.escape(folder.rstrip('/'))}(?![\w.-]*\w)"), stands_for)
+        for folder, stands_for in _folders().items()
+        if folder.rstrip("/") not in PUBLIC
+    ]
+    names = [
+        (re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])"), stands_for)
+        for name, stands_for in _names().items()
+        if len(name) > 2 and name.lower() not in COMMON
+    ]
+    return [*folders, (OTHER_HOMES, r"\1\2USER"), *names]
+
+
+def _names() -> dict[str, str]:
+    """Return name -> what stands for it, the longest first: one may begin another."""
+    host = socket.gethostname()
+    hosts = dict.fromkeys((host, host.partition(".")[0]), "HOST")
+    stand_ins = {_user(): "USER", os.environ.get("SUDO_USER", ""): "USER"}
+    stand_ins = hosts | stand_ins
+    return {name: stand_ins[name] for name in sorted(stand_ins, key=len, reverse=True)}
 
 
 def _folders() -> dict[str, str]:

@@ -112,6 +112,27 @@ def test_nobody_is_named(monkeypatch):
     assert anonymous("root cause") == "root cause"
 
 
+@pytest.mark.parametrize("name", ["nas", "1000", "torch", "100"])
+def test_a_name_that_json_has_too_is_replaced_in_texts_alone(tmp_path, monkeypatch, name):
+    """The letter of an escaped newline, a number or a key may be one."""
+    usual = Path(tmp_path / "usual.json")
+    monkeypatch.setattr(socket, "gethostname", lambda: "attic-pc")
+    monkeypatch.setattr(getpass, "getuser", lambda: "jane")
+    said = "jane wrote\nas asked, 1000 times"
+    found = Finding("links", OK, said, {"ranks": 1000, "torch": 100})
+    for path in (usual, tmp_path / "report.json"):
+        report = Report(path, {"full": True, "minutes": 1000}, machine())
+        report.add(found)
+        report.close("complete")
+        monkeypatch.setattr(socket, "gethostname", lambda: name)
+        monkeypatch.setattr(getpass, "getuser", lambda: name)
+    before, after = written(usual), written(tmp_path / "report.json")
+    assert before["findings"][0]["values"] == after["findings"][0]["values"] == found.values
+    assert before["facts"].keys() == after["facts"].keys() and after["options"]["minutes"] == 1000
+    expected = said.replace("1000", "USER") if name == "1000" else said
+    assert after["findings"][0]["text"] == expected
+
+
 def test_no_gpu_can_be_recognized(tmp_path):
     """Its UUID is in what nvidia-smi says, in torch's GPUs and in CUDA_VISIBLE_DEVICES."""
     bare, other = "1A2B3C4D-0000-1111-2222-33445566778a", "1a2b3c4d-0000-1111-2222-33445566778b"
