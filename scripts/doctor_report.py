@@ -9,10 +9,11 @@ import re
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from backend.runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Names that say nothing of anybody, or stand in other words.
-COMMON = ("root", "user", "localhost", "ubuntu", "comfyui", "host")
+COMMON = ("root", "user", "localhost", "localhost.localdomain", "ubuntu", "comfyui", "host")
+#: In which DNS says the machine's name; it may take many times this where a server does not answer.
+DNS_SECONDS = 2.0
 #: Homes that are not this user's: of another one, and on WSL that of Windows.
 OTHER_HOMES = re.compile(
     r"(/mnt/[a-z]/Users/)(?:[^/\n\\\"]{1,40}(?=/)|[^/\s\\\"':,;)]+)|(/home/)[^/\s\\\"':,;)]+"
@@ -165,10 +168,21 @@ def _patterns() -> Patterns:
 def _names() -> dict[str, str]:
     """Return name -> what stands for it, the longest first: one may begin another."""
     host = socket.gethostname()
-    hosts = dict.fromkeys((host, host.partition(".")[0]), "HOST")
+    hosts = dict.fromkeys((host, host.partition(".")[0], *_full_names(host)), "HOST")
     stand_ins = {_user(): "USER", os.environ.get("SUDO_USER", ""): "USER"}
     stand_ins = hosts | stand_ins
     return {name: stand_ins[name] for name in sorted(stand_ins, key=len, reverse=True)}
+
+
+@cache
+def _full_names(host: str) -> list[str]:
+    """Return the name that DNS has for this host, as torchrun writes it into its failures: empty until it
+    answers, which is waited for once, for DNS_SECONDS."""
+    names: list[str] = []
+    thread = threading.Thread(target=lambda: names.append(socket.getfqdn(host)), daemon=True)
+    thread.start()
+    thread.join(DNS_SECONDS)
+    return names
 
 
 def _folders() -> dict[str, str]:
