@@ -21,6 +21,11 @@ if TYPE_CHECKING:  # doctor_lab imports this module
 LINKS_FIRST = (
     "links are to blame only where the check links fails too: otherwise report it, with the file of --json"
 )
+#: What is said of ranks that have not imported everything in their time.
+SLOW_START = (
+    "some still import torch and diffusers, as from a cold or a network disk (/mnt/c under WSL), or with few "
+    "processors: run it again, which finds the files in memory"
+)
 #: Seconds in which ranks write where their threads are.
 WRITE_SECONDS = 1.0
 SMI_SECONDS = 10.0

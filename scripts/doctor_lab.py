@@ -15,7 +15,7 @@ from unittest.mock import patch
 import doctor_hangs
 import doctor_processes
 from doctor_findings import OutOfTime
-from doctor_hangs import Hung, HungError
+from doctor_hangs import SLOW_START, Hung, HungError
 from doctor_models import BENCHMARKS, Models
 from doctor_processes import Ended
 from doctor_sizes import SIZES
@@ -140,7 +140,7 @@ class Lab(Models):
         """Return a live backend of that configuration, on this device."""
         pool.allow(self.folder)
         began, shown = time.monotonic(), []
-        backend = pool.backend_for(self._placed(config), self._until(config), show=shown.append)
+        backend = pool.backend_for(self._placed(config), self._until(config, shown), show=shown.append)
         if shown:  # as of a launch alone
             self.starts.append({"ranks": config.world_size, "seconds": time.monotonic() - began})
         return backend
@@ -247,18 +247,29 @@ class Lab(Models):
         environment = sanitized_environment(dict(os.environ), config, self.device)
         return doctor_processes.run(command, left, self.folder, environment)
 
-    def _until(self, config: ParallelConfig) -> Callable[[], None]:
-        """Return what raises once the time is over, or RUN_SECONDS from now: ranks hang."""
+    def _until(self, config: ParallelConfig, shown: list[str] | None = None) -> Callable[[], None]:
+        """Return what raises once the time is over, or RUN_SECONDS from now. ``shown``: of a start what
+        backend_for shows. Ranks that still import, as from a cold or a network disk, do not hang, and are
+        started again; those that are all there wait for each other."""
         began, limit = time.monotonic(), self.limit(RUN_SECONDS)
 
         def check():
             spent = time.monotonic() - began
             if time.monotonic() <= limit:
                 return
-            what = f"ranks with {config.product} did not start or load within {spent:.0f} s"
-            if not self.has_hung(spent, RUN_SECONDS):
+            doing = "load" if shown is None else "start"
+            what = f"ranks with {config.product} did not {doing} within {spent:.0f} s"
+            ready = shown[-1].partition(": ")[2] if shown else ""
+            are_there = ready == f"{config.world_size} of {config.world_size} ready"
+            still_import = shown is not None and not are_there
+            if still_import:
+                what += f" ({ready or 'none ready'})"
+            if not self.has_hung(spent, RUN_SECONDS, is_slow=not are_there):
                 raise OutOfTime(f"{what}, when the time was over; raise --minutes or use --only")
-            self.hung.note(config)
+            if still_import:
+                what += f"; {SLOW_START}"
+            else:
+                self.hung.note(config)
             raise HungError(what, {"log": log_of_last_backend()})
 
         return check

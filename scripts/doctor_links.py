@@ -1,12 +1,13 @@
 """What scripts/doctor.py --full says of links between ranks, by the probe of auto."""
 
 from doctor_findings import OK, PROBLEM, WARNING, Finding, Found
-from doctor_hangs import SMI_SECONDS
+from doctor_hangs import SLOW_START, SMI_SECONDS
 from doctor_lab import Lab
 from doctor_slow_copies import SLOW_LINK
 
 from backend.client.auto.driver_query import driver_says
 from backend.client.auto.probe_process import FAILED, UnmeasuredError, hang_remedy
+from backend.client.auto.probe_process import SLOW_START as OF_QUEUES
 
 
 def links(lab: Lab) -> Found:
@@ -14,7 +15,7 @@ def links(lab: Lab) -> Found:
     try:
         machine = lab.machine()
     except UnmeasuredError as error:
-        remedy = error.remedy or "see the problems above"
+        remedy = SLOW_START if error.remedy == OF_QUEUES else error.remedy or "see the problems above"
         text = f"ranks could not measure this machine ({error.why}); {remedy}"
         shown = driver_says(["nvidia-smi"], SMI_SECONDS)
         yield Finding("links", PROBLEM, text, {"log": _logs() or error.log, "nvidia-smi": shown})

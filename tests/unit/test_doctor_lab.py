@@ -16,6 +16,7 @@ import pytest
 import torch
 from doctor_facts import Facts
 from doctor_findings import PROBLEM, WARNING, OutOfTime, findings
+from doctor_stubs import Time
 
 from backend.client.auto import measurements, probe_process
 from backend.client.launching import nccl_settings, private_folder
@@ -211,6 +212,62 @@ def test_ranks_that_start_later_take_the_way_that_was_found(monkeypatch, tmp_pat
     assert {name: environment[name] for name in environment if name.startswith("NCCL_P2P")} == way
     told = [each.text for each in found if each.status == WARNING]
     assert bool(told) == bool(way) and all("through the host" in text and "IOMMU" in text for text in told)
+
+
+def test_links_of_ranks_that_still_import_are_measured_by_another_run(monkeypatch, gpus):
+    """In a terminal nothing is queued."""
+
+    def slow(*_, **__):
+        raise probe_process.UnmeasuredError("no answer", probe_process.SLOW_START)
+
+    monkeypatch.setattr(measurements, "machine_rates", slow)
+    (found,) = doctor_runs.links(gpus)
+    assert "run it again" in found.text and "queue" not in found.text and not gpus.links_failed
+
+
+@pytest.mark.parametrize(
+    "line, spent, status, says",
+    [
+        ("starting 2 ranks, 70 s: 1 of 2 ready", 70, None, ""),
+        (
+            "starting 2 ranks, 151 s: 1 of 2 ready",
+            151,
+            PROBLEM,
+            "start within 151 s (1 of 2 ready); some",
+        ),
+        ("starting 2 ranks, 151 s", 151, PROBLEM, "start within 151 s (none ready); some"),
+        ("starting 2 ranks, 151 s: 2 of 2 ready", 151, PROBLEM, "start within 151 s"),
+        (None, 151, PROBLEM, "load within 151 s"),
+    ],
+    ids=["slow", "some", "none", "hang", "load"],
+)
+def test_a_slow_start_is_no_hang(monkeypatch, line, spent, status, says):
+    """As of packages on a network disk; its degrees are started again. Ranks that are all ready, and do not
+    start, wait for each other."""
+    clock = Time()
+    monkeypatch.setattr(doctor_lab.time, "monotonic", clock.monotonic)
+    lab = doctor_lab.Lab("cpu", 2, 60.0)
+    config = ParallelConfig(ulysses_degree=2)
+    check = lab._until(config, None if line is None else [line])
+    clock.seconds += spent
+    found = list(findings("methods", lambda: check() or []))
+    assert [each.status for each in found] == ([status] if status else [])
+    assert not found or says in found[0].text
+    assert lab.hung.has(config) == (says.endswith(f"{spent} s"))
+    lab.close()
+
+
+@pytest.mark.parametrize("ready, status", [(1, WARNING), (2, PROBLEM)])
+def test_a_start_that_its_time_ends_is_no_hang(monkeypatch, ready, status):
+    clock = Time()
+    monkeypatch.setattr(doctor_lab.time, "monotonic", clock.monotonic)
+    lab = doctor_lab.Lab("cpu", 2, 2.0)
+    config = ParallelConfig(ulysses_degree=2)
+    check = lab._until(config, [f"starting 2 ranks, 121 s: {ready} of 2 ready"])
+    clock.seconds += 121
+    (found,) = findings("methods", check)
+    assert found.status == status and ("when the time was over" in found.text) == (status == WARNING)
+    lab.close()
 
 
 def test_a_doctor_of_the_cpu_leaves_the_way_between_gpus(monkeypatch, tmp_path):
