@@ -18,6 +18,9 @@ def place(device: str, ranks: int, facts: Facts) -> tuple[str, int]:
 def remarks(device: str, ranks: int, facts: Facts) -> list[Finding]:
     """Return what is to be said of GPUs that cannot be used, and of files in memory. A problem: nothing runs.
     Numbers of the CPU are not what was asked for where there are GPUs."""
+    if facts.platform == "win32":
+        what = "not run: ranks do not run under Windows, where torch has no NCCL to join GPUs"
+        return [Finding("full", PROBLEM, f"{what}; run ComfyUI under Linux or WSL 2 (docs/faq.md)")]
     if device == "cpu":  # whose files are small
         return []
     if not facts.usable:
@@ -26,6 +29,9 @@ def remarks(device: str, ranks: int, facts: Facts) -> list[Finding]:
             return [Finding("full", PROBLEM, f"{what}; --device cpu runs small models")]
         return []
     in_memory = [Finding("full", WARNING, FILES_IN_MEMORY)] if facts.is_temporary_in_memory else []
+    if 1 < len(facts.gpus) == len(facts.usable) < ranks:
+        what = f"not run: {ranks} ranks need {ranks} GPUs, and there are {len(facts.usable)}"
+        return [Finding("full", PROBLEM, f"{what}; run --full --ranks {len(facts.usable)}")]
     left_out = [f"{gpu.index} ({gpu.name})" for gpu in facts.gpus if gpu.index not in facts.usable]
     if not left_out:
         return in_memory

@@ -64,6 +64,20 @@ def test_ranks_do_not_share_a_gpu_without_kernels():
     assert found.status == PROBLEM and "CUDA_VISIBLE_DEVICES=1 " in found.text and "--ranks 2" in found.text
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_windows_is_said_once(device):
+    """And not by every check."""
+    (found,) = full_findings(StubLab(), "--device", device, facts=machine(platform="win32"))
+    assert found.status == PROBLEM and "WSL 2" in found.text
+
+
+def test_more_ranks_than_gpus_are_said_once():
+    """One GPU alone is shared."""
+    (found,) = full_findings(StubLab(), "--ranks", "4")
+    assert found.status == PROBLEM and "4 GPUs, and there are 2; run --full --ranks 2" in found.text
+    assert not remarks("auto", 2, machine()) and not remarks("auto", 2, machine(gpus=[GPU]))
+
+
 @pytest.mark.parametrize(
     "device, facts, runs",
     [
