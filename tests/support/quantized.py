@@ -71,10 +71,8 @@ def layer(weight: torch.Tensor, kind: str, seed: int, rowwise: bool = False) -> 
 
     if kind == "mxfp8":
         values = numbers(rows, columns, high=120).view(torch.float8_e4m3fn)  # below the NaN
-        return {
-            "weight": values,
-            "weight_scale": (numbers(*tiles, high=6) + 116).view(torch.float8_e8m0fnu),
-        }, {}
+        scale = (numbers(*tiles, high=6) + 116).view(getattr(torch, "float8_e8m0fnu", torch.uint8))
+        return {"weight": values, "weight_scale": scale}, {}
     return {
         "weight": numbers(rows, columns // packed),
         "weight_scale": numbers(*tiles, high=120).view(torch.float8_e4m3fn),

@@ -50,6 +50,18 @@ def test_the_lora_is_on_every_matrix_of_the_blocks(flux, tmp_path):
     assert not [key for key in keys if "norm_q" in key or "x_embedder" in key]
 
 
+def test_a_torch_that_lacks_the_type_of_scales_makes_their_files(monkeypatch):
+    """As torch 2.6: their bytes are the same."""
+    import quantized  # of tests/support
+
+    weight = torch.ones(32, 64)
+    tensors, _ = quantized.layer(weight, "mxfp8", seed=0)
+    scales = tensors["weight_scale"].view(torch.uint8)
+    monkeypatch.delattr(torch, "float8_e8m0fnu", raising=False)
+    older, _ = quantized.layer(weight, "mxfp8", seed=0)
+    assert older["weight_scale"].dtype == torch.uint8 and older["weight_scale"].equal(scales)
+
+
 def test_the_lora_of_a_single_file_has_its_names():
     """As of the tiny model, which runs on the CPU."""
     lab = doctor_lab.Lab("cpu", 1, 10.0)
