@@ -176,7 +176,7 @@ def gpus(facts: Facts) -> Iterator[Status]:
         if gpu.index not in facts.usable:
             archs = " ".join(facts.torch.archs)
             remedy = "install another torch, or list the other GPUs in gpus of Parallel Config"
-            remedy += f" (the doctor: {facts.without_others})" if facts.usable else ""
+            remedy += f" (the doctor: {facts.command_on(facts.usable)})" if facts.usable else ""
             yield PROBLEM, f"{text}, for which this torch has no kernels ({archs}); {remedy}"
         elif gpu.capability < BF16 and not facts.torch.hip:
             yield WARNING, f"{text}, too old for fast bf16: fp16 where a model allows it, else slow"

@@ -205,16 +205,15 @@ class Facts:
         archs = self.torch.archs
         return [gpu.index for gpu in self.gpus if not archs or _is_built_for(gpu, archs)]
 
-    @property
-    def without_others(self) -> str:
-        """The command that runs --full on the usable GPUs alone."""
+    def command_on(self, gpus: list[int]) -> str:
+        """The command that runs --full on these GPUs alone."""
         names = (
             ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if self.torch.hip else (doctor_visible.VISIBLE,)
         )
         variable = next((name for name in names if self.variables.get(name)), names[0])
         visible = self.variables.get(variable, "")
         listed = visible.split(",") if visible else [str(gpu.index) for gpu in self.gpus]
-        chosen = ",".join(listed[index] for index in self.usable)
+        chosen = ",".join(listed[index] for index in gpus)
         return f"{variable}={chosen} python scripts/doctor.py --full"
 
     @cached_property

@@ -1,12 +1,14 @@
 """Where scripts/doctor.py --full runs, and what is said of it first."""
 
 from doctor_facts import Facts
-from doctor_findings import PROBLEM, WARNING, Finding
+from doctor_findings import PROBLEM, WARNING, Finding, gb
 
 FILES_IN_MEMORY = (
     "the temporary folder lies in memory (tmpfs), and in it the files of --full, up to 13 GB (16 on three "
     "GPUs): set TMPDIR to a disk"
 )
+#: Part of the largest GPU's memory below which a card, as one that drives the screen, fits no equal share.
+SMALL = 0.25
 
 
 def place(device: str, ranks: int, facts: Facts) -> tuple[str, int]:
@@ -28,18 +30,36 @@ def remarks(device: str, ranks: int, facts: Facts) -> list[Finding]:
             what = "not run: the GPUs cannot be used, see CUDA and GPUs above"
             return [Finding("full", PROBLEM, f"{what}; --device cpu runs small models")]
         return []
-    in_memory = [Finding("full", WARNING, FILES_IN_MEMORY)] if facts.is_temporary_in_memory else []
+    about = [Finding("full", WARNING, FILES_IN_MEMORY)] if facts.is_temporary_in_memory else []
+    about += _small(ranks, facts)
     if 1 < len(facts.gpus) == len(facts.usable) < ranks:
         what = f"not run: {ranks} ranks need {ranks} GPUs, and there are {len(facts.usable)}"
         return [Finding("full", PROBLEM, f"{what}; run --full --ranks {len(facts.usable)}")]
     left_out = [f"{gpu.index} ({gpu.name})" for gpu in facts.gpus if gpu.index not in facts.usable]
     if not left_out:
-        return in_memory
+        return about
     names = ", ".join(left_out)
     if len(facts.usable) == 1 < ranks and facts.usable != [0]:  # ranks share the first one alone
         what = f"not run: torch has no kernels for GPU {names}, and ranks would share it"
-        return [Finding("full", PROBLEM, f"{what}; run {facts.without_others} --ranks {ranks}")]
+        return [Finding("full", PROBLEM, f"{what}; run {facts.command_on(facts.usable)} --ranks {ranks}")]
     if 1 < len(facts.usable) < ranks:
         what = f"not run: torch has no kernels for GPU {names}, and {ranks} ranks need {ranks} GPUs"
         return [Finding("full", PROBLEM, f"{what}; run --full --ranks {len(facts.usable)}")]
-    return [Finding("full", WARNING, f"torch has no kernels for GPU {names}: run without it"), *in_memory]
+    return [Finding("full", WARNING, f"torch has no kernels for GPU {names}: run without it"), *about]
+
+
+def _small(ranks: int, facts: Facts) -> list[Finding]:
+    """Warn of GPUs that would make checks of several ranks fail for want of memory."""
+    used = [gpu for gpu in facts.gpus if gpu.index in facts.usable][: ranks or None]
+    least = SMALL * max(gpu.memory for gpu in used)
+    small = [gpu for gpu in used if gpu.memory < least]
+    if not small:
+        return []
+    names = ", ".join(f"{gpu.index} ({gpu.name}, {gb(gpu.memory)})" for gpu in small)
+    others = [gpu.index for gpu in used if gpu not in small]
+    command = facts.command_on(others)
+    if others == facts.usable[: len(others)]:  # as torch numbers them, the fastest first
+        command = f"python scripts/doctor.py --full --ranks {len(others)}"
+    what = f"GPU {names} has less than a quarter of the largest one's memory"
+    why = "checks in which every GPU holds as much may fail for want of it"
+    return [Finding("full", WARNING, f"{what}: {why}; run {command}")]

@@ -149,7 +149,7 @@ def test_an_amd_gpu_without_kernels_is_a_problem():
     )
     assert "HIP_VISIBLE_DEVICES=0,1 python" in text
     seen = amd(gpus=facts.gpus, peers=THREE, variables={"CUDA_VISIBLE_DEVICES": "1,3,4"})
-    assert seen.without_others.startswith("CUDA_VISIBLE_DEVICES=1,3 ")
+    assert seen.command_on(seen.usable).startswith("CUDA_VISIBLE_DEVICES=1,3 ")
 
 
 def test_torch_for_amd_without_a_gpu_says_what_may_hide_it():

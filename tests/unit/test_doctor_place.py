@@ -1,6 +1,7 @@
 """Where scripts/doctor.py --full runs, on machines some or all of whose GPUs cannot be used."""
 
 import os
+from dataclasses import replace
 
 import doctor_checks
 import doctor_lab
@@ -35,7 +36,7 @@ def test_a_gpu_without_kernels_is_left_out():
 
 def test_the_remedy_names_gpus_as_the_environment_does():
     facts = machine(gpus=MIXED, variables={"CUDA_VISIBLE_DEVICES": "3,4,5"})
-    assert facts.without_others.startswith("CUDA_VISIBLE_DEVICES=3,5 ")
+    assert facts.command_on(facts.usable).startswith("CUDA_VISIBLE_DEVICES=3,5 ")
 
 
 def test_ranks_and_benchmarks_run_on_the_gpus_that_compute(monkeypatch):
@@ -97,6 +98,25 @@ def test_numbers_of_the_cpu_do_not_stand_for_gpus(device, facts, runs):
     if not runs:
         (only,) = found
         assert only.status == PROBLEM and "--device cpu runs small models" in only.text
+
+
+@pytest.mark.parametrize(
+    "sizes, ranks, command",
+    [
+        ((24, 24, 4), 0, "--ranks 2"),
+        ((24, 4, 24), 0, "CUDA_VISIBLE_DEVICES=0,2 "),
+        ((24, 4, 24), 3, "CUDA_VISIBLE_DEVICES=0,2 "),
+        ((24, 24, 4), 2, ""),
+        ((24, 24, 8), 0, ""),
+        ((4,), 2, ""),
+    ],
+)
+def test_a_card_with_little_memory_is_warned_of_first(sizes, ranks, command):
+    """As one that drives the screen: every timed check of several ranks would fail."""
+    gpus = [replace(gpu(index), memory=size << 30) for index, size in enumerate(sizes)]
+    found = remarks("auto", ranks, machine(gpus=gpus))
+    assert [each.status for each in found] == [WARNING] * bool(command)
+    assert all(command in each.text and "(RTX 3090, 4.3 GB)" in each.text for each in found)
 
 
 @pytest.mark.parametrize("device, warned", [("auto", True), ("cpu", False)])
