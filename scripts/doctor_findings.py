@@ -1,6 +1,7 @@
 """What checks of scripts/doctor.py find, and what becomes of one that fails or is refused."""
 
 import errno
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,8 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 OF_FAULTS = ("has computed NaN", "could not be loaded (", "could not be checked (")
 #: Numbers of errors of a disk that has no room, or cannot be written.
 NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+#: One of those in the text of what is no OSError, as safetensors raises it.
+NO_DISK_TEXT = re.compile(rf"\(os error ({'|'.join(map(str, NO_DISK))})\)")
 
 
 class NoRoomError(OSError):
@@ -72,7 +75,7 @@ def _failed(name: str, error: Exception, part: str) -> Finding:
     text = f"{part}this check failed ({why})"
     if isinstance(error, ModuleNotFoundError):
         text += f"; {remedy(error)}"
-    elif isinstance(error, OSError) and error.errno in NO_DISK:
+    elif (isinstance(error, OSError) and error.errno in NO_DISK) or NO_DISK_TEXT.search(str(error)):
         text += "; make room there, or set TMPDIR to another folder"
     elif isinstance(error, PermissionError):
         text += "; allow this user that, or set TMPDIR to another folder"

@@ -1,5 +1,6 @@
 """Every warning and problem of scripts/doctor.py --full says what to do next."""
 
+import errno
 from dataclasses import replace
 
 import doctor
@@ -12,6 +13,8 @@ import torch
 from doctor_findings import OK, PROBLEM, WARNING, Finding
 from doctor_next import advised
 from doctor_stubs import GPU, StubLab, full_findings, machine
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from backend.client.auto.probe_process import UnmeasuredError
 from backend.hardware.gpu_sharing import SHARED_GPU
@@ -129,3 +132,19 @@ def test_who_has_no_file_to_report_is_asked_for_one(monkeypatch, capsys):
     found = [Finding("methods", PROBLEM, "off; report it, with the file of --json")]
     doctor.conclude(found, doctor.options(["--full"]))
     assert "--json doctor.json" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_recognized_in_what_safetensors_raises(tmp_path):
+    """Which is no OSError, and names the number in its text."""
+    with pytest.raises(SafetensorError) as missing:
+        save_file({"weight": torch.ones(1)}, tmp_path / "no folder/model.safetensors")
+    assert "(os error 2)" in str(missing.value)
+
+    def write(number):
+        raise SafetensorError(str(missing.value).replace("(os error 2)", f"(os error {number})"))
+
+    for number in doctor_findings.NO_DISK:
+        (found,) = doctor_findings.findings("quantized", write, number)
+        assert advised(found).text.endswith("; make room there, or set TMPDIR to another folder")
+    (found,) = doctor_findings.findings("quantized", write, errno.ENOENT)
+    assert advised(found).text.endswith("; report it, with the file of --json")
