@@ -18,11 +18,14 @@ diffusers has no PipeFusion and no CFG parallelism.
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+sys.path[:0] = [str(Path(__file__).resolve().parent)]  # which Python leaves out with PYTHONSAFEPATH
 import common
 import loops
 import report

@@ -25,7 +25,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 import common
 import torch
 

@@ -63,7 +63,9 @@ class Wheel:
 def tried(name: str) -> Wheel:
     """Import a package of WHEELS after torch, in another process."""
     version = _version(name)
-    code = f"import torch; {HOW.get(name, f'import {WHEELS[name]}')}"
+    # Python need not import from its working folder (PYTHONSAFEPATH, a ._pth file)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch"
+    code += f"; {HOW.get(name, f'import {WHEELS[name]}')}"
     if name in KERNELS:
         code += "; from backend.parallel.attention.kernel_choice import why_uncallable"
         code += f"; print({REFUSED!r}, why_uncallable({KERNELS[name]!r}) or '', sep='')"

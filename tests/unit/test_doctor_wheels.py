@@ -70,6 +70,13 @@ def test_a_flash_attention_4_that_torch_cannot_call_is_named(tried_with, code):
     assert status == WARNING and text.endswith(f", but is refused: {wheel.refusal[:-1]}")
 
 
+def test_a_python_that_does_not_import_from_its_folder_breaks_no_package(monkeypatch):
+    """Two packages are imported by this pack's own modules."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setitem(WHEELS, "own", "backend.runtime.install_command")
+    assert tried("own").error == ""
+
+
 def test_a_package_that_cannot_be_imported_is_broken_and_not_refused(tried_with):
     wheel = tried_with("import no_such_module")
     assert "no_such_module" in wheel.error and not wheel.refusal
