@@ -162,10 +162,10 @@ def main(arguments: list[str] | None = None) -> int:
         import doctor_checks as checks
         from doctor_facts import Facts
         from doctor_report import Report
-    except ImportError as error:  # without torch there is nothing to ask
+    except (ImportError, OSError, ValueError) as error:  # without torch or its libraries nothing can be asked
         from doctor_wheels import remedy  # which needs none
 
-        print(f"problem  packages           {error}; {remedy(error)}")
+        print(in_lines("problem  packages           ", f"{error}; {remedy(error)}"))
         return 1
     facts = Facts()
     try:

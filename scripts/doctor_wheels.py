@@ -41,12 +41,13 @@ UNKNOWN = "of unknown version"
 IMPORT_SECONDS = 60.0
 
 
-def remedy(error: ImportError) -> str:
-    """Return what to do about a package that is not there."""
+def remedy(error: ImportError | OSError | ValueError) -> str:
+    """Return what to do about a package that is not there. OSError and ValueError are of a torch that lacks
+    its libraries."""
     from backend.runtime.install_command import TOGETHER, install_command  # which needs none
 
     rest = install_command(["-r", str(ROOT / "requirements.txt")])
-    return f"{TOGETHER}; then run: {rest}" if error.name == "torch" else f"run: {rest}"
+    return f"{TOGETHER}; then run: {rest}" if getattr(error, "name", "torch") == "torch" else f"run: {rest}"
 
 
 @dataclass(frozen=True)

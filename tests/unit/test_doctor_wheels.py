@@ -1,5 +1,8 @@
 """What scripts/doctor.py says of attention packages that can be imported, and are refused all the same."""
 
+import sys
+
+import doctor
 import doctor_checks
 import pytest
 import torch
@@ -8,7 +11,7 @@ from doctor_stubs import machine
 from doctor_wheels import KERNELS, WHEELS, Wheel, is_installed, tried
 
 from backend.parallel.attention import kernel_table as table
-from backend.runtime.install_command import install_command
+from backend.runtime.install_command import TOGETHER, install_command
 from backend.runtime.torch_version import has_torch
 
 #: Functions of FlashAttention 4, as a bridge of torch looks at them: of two results and of five, and the
@@ -75,6 +78,29 @@ def test_a_python_that_does_not_import_from_its_folder_breaks_no_package(monkeyp
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setitem(WHEELS, "own", "backend.runtime.install_command")
     assert tried("own").error == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("libcudart.so.12: cannot open shared object file: No such file or directory"),
+        ValueError("libcublas.so.*[0-9] not found in the system path"),
+        ModuleNotFoundError("No module named 'torch'", name="torch"),
+    ],
+    ids=["no file", "no path", "no torch"],
+)
+def test_a_torch_without_its_libraries_is_said_with_its_remedy(monkeypatch, capsys, own_signals, error):
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "doctor_facts":  # which imports torch
+                raise error
+
+    for name in ("doctor_checks", "doctor_facts"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert doctor.main([]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"problem packages {error}; {TOGETHER}; then run: ")
 
 
 def test_a_package_that_cannot_be_imported_is_broken_and_not_refused(tried_with):
