@@ -195,7 +195,7 @@ class Engine:
 
     def _fits(self, model: LoadedModel, config: ParallelConfig) -> bool:
         with suppress(UnsupportedError):
-            check_degrees(model.weights.checkpoint, config)
+            check_degrees(model.checkpoint, config)
             return True
         return False
 
@@ -277,7 +277,7 @@ class Engine:
         config = replace(self.config, **{name: getattr(message, name) for name in asked})
         if message.drained:
             config = replace(config, num_pipeline_patch=1)
-        tokens = check_workload(message, config, family=checkpoint.family, model_config=checkpoint.config)
+        tokens = check_workload(message, config, checkpoint)
         request = described_size(message, tokens, config)
         plans = describe(config, checkpoint, request, model.dtype, model.choices)
         return [plan.as_dict() for plan in plans]
@@ -286,7 +286,7 @@ class Engine:
     def _target(self, name: str) -> RequestTarget:
         model = self.loaded(name)
         device = self.mesh.device.type
-        return RequestTarget(model.family, model.config, model.dtype, device, self.capabilities)
+        return RequestTarget(model.checkpoint, model.dtype, device, self.capabilities)
 
     @refusing("the request")
     def check_sample(self, sample: Sample) -> ModelInputs:
@@ -297,7 +297,7 @@ class Engine:
     def prepare_sample(self, sample: Sample, inputs: ModelInputs | None = None) -> Prepared:
         """Fuse the model's LoRAs and place a checked request's tensors on this rank. No collective."""
         model = self.fused(sample.model)
-        settings = (self.config, model.family, model.config, model.dtype, self.mesh.device)
+        settings = (self.config, model.checkpoint, model.dtype, self.mesh.device)
         return Prepared(model, build(sample, *settings, self.mesh.dp.rank, inputs))
 
     @torch.inference_mode()
@@ -325,7 +325,7 @@ class Engine:
         samples = replicas[mesh.dp.rank * mesh.cfg.size + mesh.cfg.rank]
         filled = self.argument_cache.filled(call)
         where = (mesh.device, samples, inputs)
-        return Prepared(model, build_call(filled, model.family, model.config, model.dtype, *where))
+        return Prepared(model, build_call(filled, model.checkpoint, model.dtype, *where))
 
     @torch.inference_mode()
     def forward(self, call: ModelCall, prepared: Prepared | None = None) -> tuple[Tensor, dict]:
@@ -337,7 +337,7 @@ class Engine:
     def check_result(self, result: Tensor, message: Sample | ModelCall):
         """Refuse what was computed for ``message`` where no value is a number. Raises UnsupportedError."""
         model = self.models[message.model]
-        check_result(result, model.weights.checkpoint.name, model.dtype, message.attention)
+        check_result(result, model.checkpoint.name, model.dtype, message.attention)
 
     def loaded(self, name: str) -> LoadedModel:
         """Return the model of that name, whose LoRAs fit it still. Raises UnsupportedError."""

@@ -246,7 +246,7 @@ def built(family: str, method: Method, model: LoadedModel, mesh: Mesh, attention
             for name in ("noise", "latent")
         }
         sample = replace(sample, tensors=sample.tensors | latents)
-    return build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
+    return build(sample, config, model.checkpoint, model.dtype, META, mesh.dp.rank)
 
 
 def tensors_of(model: LoadedModel) -> Iterator[Tensor]:

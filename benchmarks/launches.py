@@ -225,7 +225,7 @@ def run(
         model = packed_models.load(family, config, mesh) if is_packed else load(checkpoint, config, mesh)
         model.cache.offload()
         sample = request_of(family, steps=steps)
-        request = build(sample, config, model.family, model.config, model.dtype, META)
+        request = build(sample, config, model.checkpoint, model.dtype, META)
         on_meta = packed_models.running_on_meta(family, model) if is_packed else nullcontext()
         with on_meta, running(model, request) as runner:
             loop = LastStep(mesh, request, runner, with_downloads(callbacks or Callbacks(), request))

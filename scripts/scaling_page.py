@@ -105,7 +105,7 @@ class Model:
         """Size of the request with one prompt."""
         checkpoint = self.checkpoint
         sample = request_of(self.family, checkpoint, STEPS)
-        return size_of(sample, ParallelConfig(), checkpoint.family, checkpoint.config)
+        return size_of(sample, ParallelConfig(), checkpoint)
 
     @property
     def request(self) -> RequestEstimate:

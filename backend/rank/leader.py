@@ -219,8 +219,8 @@ class Leader(ServedModels):
         """Plan a checked request, which gives the model ``inputs``. Raises UnsupportedError."""
         model = self.engine.models[message.model]
         config = run_config(message, self.engine.config)
-        size = size_of(message, config, model.family, model.config, inputs)
         checkpoint = self._checkpoint(message.model)
+        size = size_of(message, config, checkpoint, inputs)
         plan = self.admission.plan_request(config, checkpoint, size, model.dtype, model.choices)
         return replace(plan, others=self._holds_others(job, model), inputs=inputs)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..config import ParallelConfig
+from ..loading.checkpoint import Checkpoint
 from ..models.family import Family
 from ..parallel.stage_split import IMAGE_TOKENS, TEXT_TOKENS
 from ..planner.machine import samples_at_once
@@ -44,16 +45,16 @@ class RequestSize:
 def size_of(
     message: Sample | ModelCall,
     config: ParallelConfig,
-    family: Family,
-    model_config: dict,
+    checkpoint: Checkpoint,
     inputs: ModelInputs | None = None,
 ) -> RequestSize:
     """Return the size of a checked request, of a call with all its tensors. ``inputs``: if they are known."""
-    inputs = inputs or inputs_of(message, family, model_config)
+    inputs = inputs or inputs_of(message, checkpoint)
     grid = inputs.grid
     prompts = inputs.prompts.values()
+    family = checkpoint.family
     conditioning = family.conditioning
-    tokens = grid.tokens + max(conditioning.context_tokens(model_config, grid, each) for each in prompts)
+    tokens = grid.tokens + max(conditioning.context_tokens(checkpoint.config, grid, each) for each in prompts)
     batch = inputs.batch
     count = len(prompts)
     calls = 1
@@ -72,7 +73,7 @@ def size_of(
         calls=calls,
         latents=family.latent.named(grid),
         controls=max(map(conditioning.controls, prompts)),
-        image_features=max(conditioning.image_features(model_config, each) for each in prompts),
+        image_features=max(conditioning.image_features(checkpoint.config, each) for each in prompts),
         drained=isinstance(message, ModelCall),
     )
 

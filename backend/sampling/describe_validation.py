@@ -4,7 +4,7 @@ from typing import Any
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
-from ..models.family import Family
+from ..loading.checkpoint import Checkpoint
 from ..models.latent_tokens import TokenGrid
 from ..protocol import Describe
 from .tensor_validation import is_latent
@@ -16,12 +16,13 @@ MAX_SIDE = 1 << 16
 MAX_REFERENCES = 64
 
 
-def check_workload(message: Describe, config: ParallelConfig, family: Family, model_config: dict) -> int:
+def check_workload(message: Describe, config: ParallelConfig, checkpoint: Checkpoint) -> int:
     """Count the tokens of the latent in a Describe and of its references; refuse one that is none. Raises
     UnsupportedError."""
+    family = checkpoint.family
     latent = message.latent
     nested = family.latent.nested
-    channels = nested.channels(model_config)[0] if nested else family.latent.channels(model_config)
+    channels = nested.channels(checkpoint.config)[0] if nested else family.latent.channels(checkpoint.config)
     if not is_latent(latent, channels) or max(latent) > MAX_SIDE:
         raise UnsupportedError(
             f"the latent to describe has shape {latent!r:.200} but {family.name} wants ({channels} "
@@ -35,7 +36,7 @@ def check_workload(message: Describe, config: ParallelConfig, family: Family, mo
         )
     if not 1 <= message.batch <= MAX_SIDE:
         raise UnsupportedError(f"cannot describe {message.batch} samples; give 1 to {MAX_SIDE}.")
-    patch = family.latent.patch(model_config)
+    patch = family.latent.patch(checkpoint.config)
     grid = TokenGrid(tuple(latent), patch)
     check_patches(config, grid)
     check_wire(config.validate(), family)

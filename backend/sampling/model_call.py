@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import ParallelConfig
 from ..errors import UnsupportedError
-from ..models.family import Family
+from ..loading.checkpoint import Checkpoint
 from ..parallel.mesh import ALONE, Mesh
 from ..parallel.sequence import Span
 from ..parallel.step_context import StepContext
@@ -32,8 +32,7 @@ from .validation import RequestTarget, check_kernel, check_patches, check_wire
 
 def check_call(call: ModelCall, config: ParallelConfig, target: RequestTarget) -> ModelInputs:
     """Return what a call gives the model. Raises UnsupportedError or ConfigError where it cannot run."""
-    family = target.family
-    model_config = target.config
+    family = target.checkpoint.family
     run = run_config(call, config).validate()
     check_wire(run, family)
     check_kernel(run, target)
@@ -47,7 +46,7 @@ def check_call(call: ModelCall, config: ParallelConfig, target: RequestTarget) -
             f"the model was called with x of {x.dtype} and shape {tuple(x.shape)}; send a latent that "
             f"is not empty, in float32, float16 or bfloat16."
         )
-    check_latent(tuple(x.shape), call.latent_shapes, family, model_config, has_more=True)
+    check_latent(tuple(x.shape), call.latent_shapes, target.checkpoint, has_more=True)
     if time.shape != x.shape[:1]:
         raise UnsupportedError(
             f"the model was called with timesteps of shape {tuple(time.shape)}, where {family.name} takes "
@@ -58,9 +57,9 @@ def check_call(call: ModelCall, config: ParallelConfig, target: RequestTarget) -
             f"the model was called with the timesteps {time.tolist()}, where the latents of {family.name} "
             f"have one in common; call it for each sample by itself."
         )
-    inputs = inputs_of(call, family, model_config)
+    inputs = inputs_of(call, target.checkpoint)
     [arguments] = inputs.prompts.values()
-    check_arguments("the conditioning", arguments, inputs, family, model_config)
+    check_arguments("the conditioning", arguments, inputs, target.checkpoint)
     check_patches(run, inputs.grid)
     return inputs
 
@@ -80,15 +79,15 @@ def samples_of_replicas(batch: int, mesh: Mesh) -> list[list[int]]:
 
 def build_call(
     call: ModelCall,
-    family: Family,
-    model_config: dict,
+    checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     samples: list[int],
     inputs: ModelInputs | None = None,
 ) -> Request:
     """Build the request of a checked call for some ``samples`` of its batch; ``inputs``: by the check."""
-    inputs = inputs or inputs_of(call, family, model_config)
+    family = checkpoint.family
+    inputs = inputs or inputs_of(call, checkpoint)
     grid = inputs.grid
     batch = inputs.batch
     [(name, arguments)] = inputs.prompts.items()
@@ -111,7 +110,7 @@ def build_call(
         grid=grid,
         prompts={name: Prompt(name)},
         conditioning={name: conditioning},
-        reference_tokens={name: family.conditioning.context_tokens(model_config, grid, arguments)},
+        reference_tokens={name: family.conditioning.context_tokens(checkpoint.config, grid, arguments)},
         batch=len(samples),
         own_samples=slice(None),
         rescale=rescale,

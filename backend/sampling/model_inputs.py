@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..config import PER_REQUEST, ParallelConfig
-from ..models.family import Arguments, Family, Grid
+from ..loading.checkpoint import Checkpoint
+from ..models.family import Arguments, Grid
 from ..protocol import ModelCall, Sample
 from .guidance import CFG_BRANCHES, names
 
@@ -32,21 +33,22 @@ def run_config(message: Sample | ModelCall, config: ParallelConfig) -> ParallelC
     return replace(config, num_pipeline_patch=1, **asked)
 
 
-def inputs_of(message: Sample | ModelCall, family: Family, model_config: dict) -> ModelInputs:
+def inputs_of(message: Sample | ModelCall, checkpoint: Checkpoint) -> ModelInputs:
     """Return what a message whose latent is checked gives the model."""
+    family = checkpoint.family
     tensors = message.tensors
     if isinstance(message, Sample):
         latent = tensors["noise"]
         prompts = {name: arguments_of(name, tensors) for name in names(message)}
     else:
         x = tensors["x"]
-        channels = x.shape[1] if family.latent.nested else family.latent.channels(model_config)
+        channels = x.shape[1] if family.latent.nested else family.latent.channels(checkpoint.config)
         latent = x[:, :channels]
         arguments = arguments_of("cond", tensors)
         if x.shape[1] > channels:  # as ComfyUI joins them to the latent
             arguments["c_concat"] = x[:, channels:]
         prompts = {CFG_BRANCHES[0]: arguments}
-    grid = family.latent.grid(model_config, latent.shape[1:], message.latent_shapes, prompts.values())
+    grid = family.latent.grid(checkpoint.config, latent.shape[1:], message.latent_shapes, prompts.values())
     return ModelInputs(latent, grid, prompts)
 
 

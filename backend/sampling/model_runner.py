@@ -15,6 +15,7 @@ from ..config import CHOICES, ParallelConfig
 from ..hardware.device_memory import segments_grow
 from ..hardware.gpu_kernels import Capability
 from ..loading import parking
+from ..loading.checkpoint import Checkpoint
 from ..loading.load_report import LoadReport
 from ..loading.lora.lora_fusion import FusedWeights, Stack
 from ..models.common.fewer_passes import rotary
@@ -116,13 +117,17 @@ class LoadedModel:
         return self.weights.adapter_bytes(stack, self.dtype, self.choices)
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        return self.weights.checkpoint
+
+    @property
     def family(self) -> Family:
-        return self.weights.checkpoint.family
+        return self.checkpoint.family
 
     @property
     def config(self) -> dict:
         """Arguments of the diffusers class."""
-        return self.weights.checkpoint.config
+        return self.checkpoint.config
 
     @property
     def head_size(self) -> int:
@@ -141,13 +146,13 @@ class LoadedModel:
             "config": self.config,
             "conditioning": list(self.family.conditioning.accepted),
             "prediction": self.family.noise.prediction,
-            "latent_format": self.weights.checkpoint.latent_format,
-            "generic": self.weights.checkpoint.generic,
+            "latent_format": self.checkpoint.latent_format,
+            "generic": self.checkpoint.generic,
             "dtype": dtype_name(self.dtype),
             "device": device.type,
             "bytes_read": self.report.bytes_read,
             "quantized": self.report.quantized,
-            "weights": self.weights.checkpoint.comfy_shapes,
+            "weights": self.checkpoint.comfy_shapes,
             "parts": self.weights.targets.parts,
         }
 

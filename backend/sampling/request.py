@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..models.family import STEP_END, Family, ModelIO
+from ..loading.checkpoint import Checkpoint
+from ..models.family import STEP_END, ModelIO
 from ..models.latent_tokens import NestedGrid, TokenGrid
 from ..parallel.sequence import SequenceLengths, Span, patches
 from ..protocol import Sample
@@ -128,15 +129,15 @@ class Request:
 def build(
     sample: Sample,
     config: ParallelConfig,
-    family: Family,
-    model_config: dict,
+    checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     replica: int = 0,
     inputs: ModelInputs | None = None,
 ) -> Request:
     """Build a checked request for one ``replica`` (dp); ``dtype``: the model's; ``inputs``: by the check."""
-    inputs = inputs or inputs_of(sample, family, model_config)
+    family = checkpoint.family
+    inputs = inputs or inputs_of(sample, checkpoint)
     grid = inputs.grid
     shape = inputs.latent.shape
     own = Span(0, shape[0]).shard(replica, config.data_parallel_degree, config.shares_of("dp"))
@@ -150,7 +151,7 @@ def build(
     for name, given in inputs.prompts.items():
         conditioning[name] = arguments = _conditioning(given, shape[0], own.indices, family, dtype, device)
         text = family.conditioning.count_text_tokens(arguments) if family.blocks.text_position else 0
-        reference_tokens[name] = family.conditioning.context_tokens(model_config, grid, arguments)
+        reference_tokens[name] = family.conditioning.context_tokens(checkpoint.config, grid, arguments)
         patch0_tokens = max(patch0_tokens, text + reference_tokens[name])
     return Request(
         config=run_config(sample, config),
@@ -168,7 +169,7 @@ def build(
         cfg=float(sample.cfg),
         seed=sample.seed,
         mask=tokens("denoise_mask") if "denoise_mask" in sample.tensors else None,
-        from_pure_noise=_from_pure_noise(family, model_config, sample.tensors["sigmas"][0].item()),
+        from_pure_noise=_from_pure_noise(checkpoint, sample.tensors["sigmas"][0].item()),
         clean_inpaint=family.noise.clean_inpaint,
         percent_sigmas=dict(zip(PERCENTS, sample.tensors.get("percent_sigmas", torch.zeros(0)).tolist())),
         patch0_tokens=patch0_tokens,
@@ -177,9 +178,9 @@ def build(
     )
 
 
-def _from_pure_noise(family: Family, model_config: dict, sigma: float) -> bool:
-    schedule = family.noise.schedule
-    return schedule is None or schedule(model_config).is_highest(sigma)
+def _from_pure_noise(checkpoint: Checkpoint, sigma: float) -> bool:
+    schedule = checkpoint.family.noise.schedule
+    return schedule is None or schedule(checkpoint.config).is_highest(sigma)
 
 
 def _prompt(sample, name, tokens) -> Prompt:

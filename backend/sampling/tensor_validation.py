@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..loading.checkpoint import Checkpoint
 from ..models.common.argument_shapes import DIMENSIONS, FLOATING, NUMBERS
-from ..models.family import Family
 from ..models.latent_tokens import NestedGrid
 from ..parallel.attention.kernel_table import kernel_of
 from ..planner.machine import is_latent_shape
@@ -59,14 +59,13 @@ def check_result(result: Tensor, name: str, dtype: torch.dtype, attention: str):
     )
 
 
-def check_latent(
-    shape: tuple[int, ...], shapes: list, family: Family, model_config: dict, has_more: bool = False
-):
+def check_latent(shape: tuple[int, ...], shapes: list, checkpoint: Checkpoint, has_more: bool = False):
     """Refuse a ``shape`` that is no latent of this model, or not of ``shapes``. ``has_more``: channels may
     follow the latent's. Raises UnsupportedError."""
+    family = checkpoint.family
     nested = family.latent.nested
     if nested is None:
-        channels = family.latent.channels(model_config)
+        channels = family.latent.channels(checkpoint.config)
         is_one = not shapes and len(shape) in family.latent.dimensions
         if not is_one or shape[1] < channels or (shape[1] > channels and not has_more):
             wanted = f"{channels} channels{' or more' if has_more else ''}"
@@ -77,7 +76,7 @@ def check_latent(
                 f"empty-latent node."
             )
         return
-    wanted = nested.channels(model_config)
+    wanted = nested.channels(checkpoint.config)
     if len(shapes) != len(wanted) or not all(map(is_latent, shapes, wanted)):
         parts = " and ".join(f"{name} of {channels} channels" for name, channels in zip(nested.names, wanted))
         raise UnsupportedError(
@@ -96,10 +95,9 @@ def is_latent(shape: Any, channels: int) -> bool:
     return is_latent_shape(shape) and shape[0] == channels
 
 
-def check_arguments(
-    whose: str, given: dict[str, Tensor], inputs: ModelInputs, family: Family, model_config: dict
-):
+def check_arguments(whose: str, given: dict[str, Tensor], inputs: ModelInputs, checkpoint: Checkpoint):
     """Refuse arguments that the family does not take, or that do not fit. Raises UnsupportedError."""
+    family = checkpoint.family
     batch = inputs.batch
     grid = inputs.grid
     for name in given:
@@ -131,10 +129,10 @@ def check_arguments(
                 f"{whose}'s {name} has batch {value.shape[0]} but the latent has {batch}; use one or one "
                 f"for each."
             )
-    reason = family.conditioning.refusal(model_config, grid, given)
+    reason = family.conditioning.refusal(checkpoint.config, grid, given)
     if reason:
         raise UnsupportedError(f"{whose}: {reason}")
-    widths = family.conditioning.widths(model_config)
+    widths = family.conditioning.widths(checkpoint.config)
     sizes = {}
     for name, value in read.items():
         reason = _wrong_size(name, value, widths, sizes, grid)

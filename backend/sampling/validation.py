@@ -55,11 +55,9 @@ def refusing(what: str):
 
 @dataclass(frozen=True)
 class RequestTarget:
-    """A request's model and ranks. config: arguments of the diffusers class. device: "cuda" or "cpu".
-    capabilities: of the ranks' GPUs."""
+    """A request's model and ranks. device: "cuda" or "cpu". capabilities: of the ranks' GPUs."""
 
-    family: Family
-    config: dict
+    checkpoint: Checkpoint
     dtype: torch.dtype
     device: str
     capabilities: Iterable[Capability] = ()
@@ -67,21 +65,21 @@ class RequestTarget:
 
 def check_sample(sample: Sample, config: ParallelConfig, target: RequestTarget) -> ModelInputs:
     """Return what a request gives the model. Raises UnsupportedError or ConfigError where it cannot run."""
-    family = target.family
-    model_config = target.config
+    checkpoint = target.checkpoint
+    family = checkpoint.family
     run = run_config(sample, config)
     prompts = names(sample)
     has_negative = any(branch_of(name) == "negative" for name in prompts)
     _check_settings(sample, config, run, has_negative)
     check_wire(run, family)
     check_kernel(run, target)
-    _check_tensors(sample, family, model_config)
+    _check_tensors(sample, checkpoint)
     config.check_batch(sample.tensors["noise"].shape[0])
     _check_solver(sample, family, has_negative)
     _check_prompts(sample, prompts)
-    inputs = inputs_of(sample, family, model_config)
+    inputs = inputs_of(sample, checkpoint)
     for name, given in inputs.prompts.items():
-        check_arguments(f"the {name} conditioning", given, inputs, family, model_config)
+        check_arguments(f"the {name} conditioning", given, inputs, checkpoint)
     check_patches(run, inputs.grid)
     return inputs
 
@@ -104,7 +102,7 @@ def check_kernel(config: ParallelConfig, target: RequestTarget):
     """Refuse an attention kernel that cannot run a request of ``config`` here. Raises UnsupportedError."""
     if kernel_table.kernel_of(config.attention).call is None:
         return
-    head_size = target.family.blocks.head_size(target.config)
+    head_size = target.checkpoint.family.blocks.head_size(target.checkpoint.config)
     where = (target.device, target.dtype, head_size, target.capabilities)
     reason = kernel_choice.why_unavailable(config.attention, *where, kernel_table.merges(config))
     if reason:
@@ -120,7 +118,7 @@ def check_wire(config: ParallelConfig, family: Family):
         )
 
 
-def _check_tensors(sample, family, model_config):
+def _check_tensors(sample, checkpoint):
     tensors = sample.tensors
     for name in ("noise", "latent", "sigmas"):
         if name not in tensors:
@@ -130,7 +128,7 @@ def _check_tensors(sample, family, model_config):
     check_numbers(tensors)
     noise = tensors["noise"]
     sigmas = tensors["sigmas"]
-    check_latent(tuple(noise.shape), sample.latent_shapes, family, model_config)
+    check_latent(tuple(noise.shape), sample.latent_shapes, checkpoint)
     if not noise.numel():
         raise UnsupportedError(
             f"the latent has shape {tuple(noise.shape)}, which holds nothing; make it larger."

@@ -3,6 +3,7 @@ scaling of the golden files."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny import facts, write_checkpoint
 from versions import skip_without_class
 
 from backend.config import ParallelConfig
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.protocol import Describe, Loaded
@@ -215,9 +217,8 @@ def test_the_latent_that_is_assumed_is_one_of_the_model(loaded):
     (request,) = requests_of_graph({}, "1", pixels_of(dit))
     what, latent = request_text(request, dit), described_latent(dit, request)
     family, golden_latent = FAMILIES[loaded.family], load(f"{name}__euler_simple")[0]["noise"]
-    assert (
-        check_workload(Describe("m", latent, 512, 2), ParallelConfig(), family, loaded.info["config"]) > 500
-    )
+    checkpoint = Checkpoint(loaded.family, family, loaded.info["config"], SimpleNamespace())
+    assert check_workload(Describe("m", latent, 512, 2), ParallelConfig(), checkpoint) > 500
     assert ("frames" in what) == (
         family.latent.nested is not None or (golden_latent.ndim == 5 and golden_latent.shape[2] > 1)
     ), what

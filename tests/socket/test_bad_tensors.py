@@ -120,7 +120,7 @@ def is_refused(broken, checkpoint) -> bool:
         check_sample(
             broken,
             ParallelConfig(),
-            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
+            RequestTarget(checkpoint, torch.float32, "cpu"),
         )
     except UnsupportedError:
         return True

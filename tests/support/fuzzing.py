@@ -147,10 +147,10 @@ class Rank0(Leader):
             return
         model, device = self.engine.models[heard.model], self.mesh.device
         if isinstance(heard, Sample):
-            build(heard, self.engine.config, model.family, model.config, model.dtype, device)
+            build(heard, self.engine.config, model.checkpoint, model.dtype, device)
         else:
             filled = self.engine.argument_cache.filled(heard)
-            build_call(filled, model.family, model.config, model.dtype, device, [0])
+            build_call(filled, model.checkpoint, model.dtype, device, [0])
 
 
 def _peak() -> int:

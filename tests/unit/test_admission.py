@@ -196,7 +196,7 @@ def test_tiny_models_are_admitted_with_what_they_hold(tmp_path, family):
     memory = LiveMemory()
     with memory:
         engine.sample(sample, Callbacks())
-    size = size_of(sample, engine.config, model.family, model.config)
+    size = size_of(sample, engine.config, model.checkpoint)
     config = run_config(sample, engine.config)
     found, _ = check(config, pristine, [FakeMemory(memory.peak, kind="cpu")], size, dtype=model.dtype)
     assert found == [None]

@@ -147,7 +147,7 @@ def test_the_cost_of_a_block_is_what_it_multiplies(name, tmp_path):
     engine = Engine(ParallelConfig(num_pipeline_patch=2), mesh.single())
     engine.load(name, str(write(tmp_path / name, name)), "fp32")
     model, sample = engine.models[name], request(name, num_pipeline_patch=2)
-    built = build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    built = build(sample, engine.config, model.checkpoint, model.dtype, torch.device("cpu"))
     work, sequence = counted(model, built)
     text = sequence.text or sample.tensors["positive.c_crossattn"].shape[1]
     assert block_costs(

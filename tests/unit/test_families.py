@@ -178,7 +178,7 @@ def cut(request, tmp_path_factory):
 
 def build(sample, engine):
     model = engine.models["tiny"]
-    return request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    return request.build(sample, engine.config, model.checkpoint, model.dtype, torch.device("cpu"))
 
 
 def test_patches_against_full_buffers_equal_the_whole(cut):

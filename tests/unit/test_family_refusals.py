@@ -60,7 +60,7 @@ def test_refusals_name_the_remedy(family, change, words, opened):
         check_sample(
             replace(sample, tensors=tensors),
             ParallelConfig(),
-            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
+            RequestTarget(checkpoint, torch.float32, "cpu"),
         )
 
 
@@ -70,7 +70,7 @@ def test_a_batch_smaller_than_the_replicas_is_refused_before_they_work(opened):
         check_sample(
             golden("sd3__euler_simple")[0],
             ParallelConfig(data_parallel_degree=2),
-            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
+            RequestTarget(checkpoint, torch.float32, "cpu"),
         )
 
 
@@ -92,7 +92,7 @@ def test_latents_of_another_kind_are_refused(family, shapes, words, opened):
         check_sample(
             replace(sample, latent_shapes=shapes),
             ParallelConfig(),
-            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
+            RequestTarget(checkpoint, torch.float32, "cpu"),
         )
 
 
@@ -116,9 +116,7 @@ def test_timesteps_of_a_call(family, time, words, opened):
     tensors |= {"x": x.expand(2, *x.shape[1:]), "time": torch.tensor(time)}
     call = ModelCall("m", latent_shapes=sample.latent_shapes, tensors=tensors)
     with pytest.raises(UnsupportedError, match=words) if words else nullcontext():
-        check_call(
-            call, ParallelConfig(), RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu")
-        )
+        check_call(call, ParallelConfig(), RequestTarget(checkpoint, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +143,4 @@ def test_latents_and_batches_of_a_call(shape, cond, words, opened):
     tensors |= {f"cond.{name}": torch.zeros(size) for name, size in cond.items()}
     call = ModelCall("m", tensors=tensors | {"x": torch.zeros(shape), "time": torch.ones(shape[0])})
     with pytest.raises(UnsupportedError, match=words):
-        check_call(
-            call, ParallelConfig(), RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu")
-        )
+        check_call(call, ParallelConfig(), RequestTarget(checkpoint, torch.float32, "cpu"))

@@ -59,7 +59,7 @@ def gathered(family: str) -> int:
         latents = {name: sample.tensors[name] for name in ("noise", "latent")}
         every = {name: value.expand(BATCH, *value.shape[1:]) for name, value in latents.items()}
         sample = replace(sample, tensors=sample.tensors | every)
-        request = build(sample, REPLICAS, model.family, model.config, model.dtype, META, mesh.dp.rank)
+        request = build(sample, REPLICAS, model.checkpoint, model.dtype, META, mesh.dp.rank)
         with running(model, request) as runner:
             Denoiser(mesh, request, runner, Callbacks()).run()
     of_weights = [op for op in log.operations if op.group.startswith("weights")]

@@ -94,7 +94,7 @@ def one_rank(
     with meta_device(count), torch.inference_mode(), wires.recorded(log, count=count):
         sample = launches.request_of(family, batch=mesh.dp.size, steps=steps)
         sample = replace(sample, wire=config.wire, compile=config.compile)
-        request = build(sample, config, model.family, model.config, model.dtype, META, mesh.dp.rank)
+        request = build(sample, config, model.checkpoint, model.dtype, META, mesh.dp.rank)
         with running(model, request) as runner:
             loop = launches.LastStep(mesh, request, runner, Callbacks())
             loop.mode = count

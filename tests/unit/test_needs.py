@@ -213,7 +213,7 @@ def test_a_call_reads_nothing_stale():
 def test_a_call_is_as_large_as_what_a_replica_computes_at_once(flux, degrees, batch, prompts):
     """Six samples, over data-parallel ranks and both CFG branches; ``batch`` is of all of the former."""
     call = ModelCall("m", tensors=tensors(6, 64))
-    size = size_of(call, ParallelConfig(**degrees), flux.family, flux.config)
+    size = size_of(call, ParallelConfig(**degrees), flux)
     assert size == RequestSize(32 * 32, 12, batch, prompts, calls=1, image_features=0, drained=True)
 
 
@@ -233,14 +233,14 @@ def test_channels_joined_to_the_latent_of_a_call_count_as_an_argument(flux):
     family = flux.family.changed({"conditioning.context_tokens": joined})
     x = torch.empty(1, 16 + 20, 64, 64, device="meta")
     call = ModelCall("m", tensors=tensors(1, 64) | {"x": x})
-    assert size_of(call, ParallelConfig(), family, flux.config).image_tokens == 32 * 32 + 20
+    assert size_of(call, ParallelConfig(), replace(flux, family=family)).image_tokens == 32 * 32 + 20
 
 
 def test_references_of_a_call_count_and_leave_room_for_fewer_samples(flux):
     """Two of 48 x 96 tokens next to a latent of 64 x 64."""
     references = {f"cond.ref_latents.{i}": torch.empty(1, 16, 96, 192, device="meta") for i in (0, 1)}
     plain, edit = (
-        size_of(ModelCall("m", tensors=tensors(8, 128) | more), ParallelConfig(), flux.family, flux.config)
+        size_of(ModelCall("m", tensors=tensors(8, 128) | more), ParallelConfig(), flux)
         for more in ({}, references)
     )
     tokens = 64 * 64

@@ -46,7 +46,7 @@ def same_latent(engine, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(patch, synchronous result of its tokens): a patch step after a synchronous step on the same latent."""
     model = engine.models["tiny"]
     sample = replace(golden_request("euler_simple")[0], num_pipeline_patch=count)
-    built = request.build(sample, engine.config, model.family, model.config, model.dtype, torch.device("cpu"))
+    built = request.build(sample, engine.config, model.checkpoint, model.dtype, torch.device("cpu"))
     x, sigma, items = built.start(), built.sigmas[0], Span(0, 1)
     with torch.inference_mode(), model_runner.running(model, built) as calls:
         calls.plan([sigma, sigma])

@@ -81,7 +81,7 @@ def test_features_of_an_image_are_cached_and_planned(name, features, tmp_path):
     sample = replace(sample, tensors=tensors)
     cached: list[int] = []
     engine.sample(sample, noting_prompts(model, cached))
-    size = size_of(sample, ParallelConfig(), model.family, model.config)
+    size = size_of(sample, ParallelConfig(), model.checkpoint)
     tokens = clip.shape[1] if features else size.text_tokens
     assert size.image_features == tokens
     [plan] = describe(ParallelConfig(), open_checkpoint(path), size, model.dtype)
@@ -188,7 +188,7 @@ def test_a_family_holds_the_keys_and_values_that_are_planned(tmp_path, family, m
     cached: list[int] = []
     engine.sample(sample, noting_prompts(model, cached))
     config = ParallelConfig(pipefusion_degree=2)
-    size = size_of(sample, config, model.family, model.config)
+    size = size_of(sample, config, model.checkpoint)
     planned = sum(plan.kv_bytes for plan in describe(config, pristine, size, model.dtype))
     held = made[0].bytes + cached[-1]
     assert planned <= held <= MORE_KV.get(family, 1.0) * planned
@@ -212,10 +212,10 @@ def test_keys_and_values_of_every_control_video_are_planned(tmp_path, monkeypatc
         sent = replace(sample, tensors={**sample.tensors, **context, "sigmas": sample.tensors["sigmas"][:3]})
         cached: list[int] = []
         engine.sample(sent, noting_prompts(model, cached))
-        size = size_of(sent, config, model.family, model.config)
+        size = size_of(sent, config, model.checkpoint)
         plans = describe(config, pristine, size, model.dtype)
         assert size.controls == videos
         assert sum(plan.kv_bytes for plan in plans) == made[-1].bytes + cached[-1]
         found.append(plans[0].bytes_per_step["pipeline"])
-    assert size_of(sample, config, model.family, model.config).controls == 2
+    assert size_of(sample, config, model.checkpoint).controls == 2
     assert found == [found[0] * states // 2 for states in (2, 3, 4)]

@@ -260,7 +260,7 @@ def test_activations_of_control_videos_are_about_what_they_allocate(tmp_path, vi
     memory = LiveMemory()
     with memory:
         engine.sample(sample, Callbacks())
-    size = size_of(sample, engine.config, model.family, model.config)
+    size = size_of(sample, engine.config, model.checkpoint)
     plan = describe(engine.config, pristine, size, model.dtype)[0]
     assert 0.75 <= plan.activation_bytes / (memory.peak - model.cache.most_bytes - plan.kv_bytes) <= 1.65
 

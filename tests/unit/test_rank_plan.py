@@ -229,7 +229,7 @@ def test_prompts_are_those_of_the_side_with_most(checkpoint):
 
     def held(**fields) -> list[int]:
         config = ParallelConfig(pipefusion_degree=2, **fields)
-        size = size_of(sample, config, checkpoint.family, checkpoint.config)
+        size = size_of(sample, config, checkpoint)
         return [plan.kv_bytes for plan in describe(config, checkpoint, size, torch.float32)]
 
     each = [size // 4 for size in held()]

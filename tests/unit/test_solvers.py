@@ -13,6 +13,7 @@ from toy import BATCH, GRID, Toy, fresh_noise, problem, solve
 
 from backend.config import ParallelConfig
 from backend.errors import UnsupportedError
+from backend.loading.checkpoint import Checkpoint
 from backend.loading.recognition import open_checkpoint
 from backend.models import FAMILIES
 from backend.models.latent_tokens import TokenGrid
@@ -228,7 +229,7 @@ def refused(**change) -> str:
         check_sample(
             Sample("m", change["sampler"], 1.0, 1, tensors=tensors),
             ParallelConfig(),
-            RequestTarget(FAMILIES["flux"], config, torch.float32, "cpu"),
+            RequestTarget(Checkpoint("m", FAMILIES["flux"], config, SimpleNamespace()), torch.float32, "cpu"),
         )
     except UnsupportedError as reason:
         return str(reason)
@@ -305,7 +306,7 @@ def masked_batch(tmp_path):
     sample = replace(sample, sampler="ddim", tensors=sample.tensors | double)
 
     def built(replica: int, **degrees):
-        about = (checkpoint.family, checkpoint.config, torch.float32, torch.device("cpu"), replica)
+        about = (checkpoint, torch.float32, torch.device("cpu"), replica)
         return build(sample, ParallelConfig(**degrees), *about)
 
     return built

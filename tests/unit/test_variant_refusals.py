@@ -178,7 +178,7 @@ def test_refusals_name_the_remedy(name, change, words, opened):
         check_sample(
             sample,
             ParallelConfig(),
-            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
+            RequestTarget(checkpoint, torch.float32, "cpu"),
         )
 
 
@@ -257,5 +257,5 @@ def test_prompts_that_cogvideox_2b_has_no_positions_for_are_refused(shape, says,
         check_sample(
             Sample("m", "euler", 1.0, 0, tensors=tensors | {"positive.c_crossattn": torch.zeros(shape)}),
             ParallelConfig(),
-            RequestTarget(checkpoint.family, checkpoint.config, torch.float32, "cpu"),
+            RequestTarget(checkpoint, torch.float32, "cpu"),
         )

@@ -42,7 +42,7 @@ OF_COMFYUI = (
 def test_distilled_models_are_told_where_a_step_ends(name, tmp_path):
     """By the request, at its own noise levels; at others, as solvers ask for within a step, by nothing."""
     checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
-    settings = (ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32)
+    settings = (ParallelConfig(), checkpoint, torch.float32)
     built = build(request(name), *settings, torch.device("cpu"))
     assert built.has_step_end and checkpoint.config["use_meanflow"]
     for begin, end in pairwise(built.sigmas):
@@ -154,9 +154,9 @@ def test_frame_rates_are_not_rounded(tmp_path):
     checkpoint = open_checkpoint(str(write(tmp_path / "ltxv-i2v.safetensors", "ltxv-i2v")))
     sample = request("ltxv-i2v")
     sample = replace(sample, tensors=sample.tensors | {"positive.frame_rate": torch.tensor(23.976)})
-    built = build(
-        sample, ParallelConfig(), checkpoint.family, checkpoint.config, torch.bfloat16, torch.device("cpu")
-    ).conditioning["positive"]
+    built = build(sample, ParallelConfig(), checkpoint, torch.bfloat16, torch.device("cpu")).conditioning[
+        "positive"
+    ]
     assert built["c_crossattn"].dtype == torch.bfloat16
     assert built["frame_rate"].item() == pytest.approx(23.976)
 
@@ -165,7 +165,7 @@ def test_a_number_may_be_given_for_each_sample(tmp_path):
     """As requests of a file may: it is one for all."""
     name = "minimax-h3-guides"
     checkpoint = open_checkpoint(str(write(tmp_path / f"{name}.safetensors", name)))
-    settings = (ParallelConfig(), checkpoint.family, checkpoint.config, torch.float32, torch.device("cpu"))
+    settings = (ParallelConfig(), checkpoint, torch.float32, torch.device("cpu"))
     built = build(request(name), *settings)
     cond = built.arguments("positive", slice(None))
     one, each, other = (
@@ -211,9 +211,7 @@ def test_where_a_step_ends_is_not_rounded(tmp_path):
     sent = model_call(request(name), checkpoint.family.name, 2)
     end = torch.tensor([0.9871])
     sent = replace(sent, tensors=sent.tensors | {"cond.step_end": end})
-    built = build_call(
-        sent, checkpoint.family, checkpoint.config, torch.bfloat16, torch.device("cpu"), [0, 1]
-    )
+    built = build_call(sent, checkpoint, torch.bfloat16, torch.device("cpu"), [0, 1])
     cond = built.arguments("positive", slice(None))
     latent = built.model_input(built.latent, built.sigmas[0], slice(None), checkpoint.family.io)
     found = checkpoint.family.io.arguments(checkpoint.config, built.grid, latent, built.times, cond)
@@ -227,7 +225,7 @@ def test_strengths_of_control_videos_are_not_rounded(dtype, tmp_path, monkeypatc
     checkpoint = open_checkpoint(str(write(tmp_path / "vace.safetensors", "wan21-vace-two")))
     sample = request("wan21-vace-two")
     sample = replace(sample, tensors=sample.tensors | {"positive.vace_strength": torch.tensor([[0.8, 1.3]])})
-    built = build(sample, ParallelConfig(), checkpoint.family, checkpoint.config, dtype, torch.device("cpu"))
+    built = build(sample, ParallelConfig(), checkpoint, dtype, torch.device("cpu"))
     block, hint = checkpoint.transformer.blocks[0], torch.linspace(-2, 2, 3072).view(1, 6, 512).to(dtype)
     block.call.vace_strength = built.conditioning["positive"]["vace_strength"]
     monkeypatch.setattr(wan_blocks.WanBlock, "forward", lambda block, state, *further: 0 * state)
