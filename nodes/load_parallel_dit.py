@@ -155,14 +155,14 @@ def _unused(config: ParallelConfig | AutoConfig, graph: dict, key: str) -> list[
 def _load(config: ParallelConfig | AutoConfig, choice: ModelChoice, graph: dict, key: str) -> ParallelDiT:
     """Load a model on the ranks of ``config``, or on those that are the best for what the graph says."""
     if isinstance(config, ParallelConfig):
-        return handle.load(config, *choice)
+        return handle.load(config, choice)
     further = tuple(sorted(loaded_models(graph, besides=key) - {choice}))
 
     def planned(auto: AutoConfig, request: planning.EstimateOf) -> ParallelDiT:
         note = () if auto is config else (LEANEST,)
 
         def run(plan: ParallelConfig, lines: tuple[str, ...]) -> ParallelDiT:
-            return handle.load(plan, *choice, auto=config, others=further, lines=lines + note)
+            return handle.load(plan, choice, auto=config, others=further, lines=lines + note)
 
         return run_planned(planning.Asked(auto, choice, request, further), run)
 

@@ -53,14 +53,10 @@ class ParallelDiT:
     lines: tuple[str, ...] = ()
 
 
-def load(
-    config: ParallelConfig, path: str, weight_dtype: str, matmul: str = "auto", **planned
-) -> ParallelDiT:
-    """Load the transformer at ``path`` in the backend of ``config``, which is launched where there is none.
-    ``planned``: auto, others and lines of the handle. ConfigError, RefusedError or BackendError, in one
-    sentence, where that cannot be. An interrupt of ComfyUI ends the launch or the load, and the backend with
-    it."""
-    choice = ModelChoice(path, weight_dtype, matmul)
+def load(config: ParallelConfig, choice: ModelChoice, **planned) -> ParallelDiT:
+    """Load a transformer in the backend of ``config``, which is launched where there is none. ``planned``:
+    auto, others and lines of the handle. ConfigError, RefusedError or BackendError, in one sentence, where
+    that cannot be. An interrupt of ComfyUI ends the launch or the load, and the backend with it."""
     _, loaded = _load(config, choice)
     return _track(ParallelDiT(config, choice, loaded, weightless_patcher(loaded), **planned))
 

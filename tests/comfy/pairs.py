@@ -41,9 +41,8 @@ class Pair:
         native = config.get_model(state)
         native.load_model_weights(state, "")
         self.native = comfy.model_patcher.ModelPatcher(native, CPU, CPU)
-        self.dit = handle.load(
-            CONFIG, str(write_checkpoint(folder / f"{name}.safetensors", name)), WEIGHT_DTYPES[dtype]
-        )
+        path = str(write_checkpoint(folder / f"{name}.safetensors", name))
+        self.dit = handle.load(CONFIG, handle.ModelChoice(path, WEIGHT_DTYPES[dtype]))
         self.ours = remote_model(self.dit)
         stored = load_file(GOLDEN / f"{name}__euler_simple.safetensors")
         self.positive, self.negative = (_conditioning(stored, branch) for branch in ("positive", "negative"))

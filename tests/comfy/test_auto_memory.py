@@ -142,7 +142,7 @@ def test_a_load_whose_estimate_does_not_fit_takes_the_leanest_plan(monkeypatch):
         return run(PLANS[0], ("why",))
 
     monkeypatch.setattr(load_parallel_dit, "run_planned", run_planned)
-    monkeypatch.setattr(load_parallel_dit.handle, "load", lambda plan, *choice, **planned: (plan, planned))
+    monkeypatch.setattr(load_parallel_dit.handle, "load", lambda plan, choice, **planned: (plan, planned))
     plan, planned = load_parallel_dit._load(ALL, MODEL, {}, "1")
     assert plan == PLANS[0] and planned["auto"] is ALL
     assert planned["lines"] == ("why", load_parallel_dit.LEANEST)

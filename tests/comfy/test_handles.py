@@ -25,9 +25,9 @@ with comfy_modules():
 def test_a_model_that_the_graph_no_longer_names_makes_room(backend):
     """It waits in host memory for its next prompt, whether ComfyUI's cache keeps its handle or not."""
     run("/a")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     run("/b")
-    second = handle.load(CONFIG, "/b", "default")
+    second = handle.load(CONFIG, handle.ModelChoice("/b"))
     assert (backend.client.held, backend.client.parked) == (["/b"], ["/a"])
     run("/a")
     handle.ensure_loaded(first)
@@ -38,7 +38,7 @@ def test_a_model_that_the_graph_no_longer_names_makes_room(backend):
 def test_models_of_a_graph_take_turns_where_they_do_not_fit_together(backend):
     """As Wan's two experts on GPUs where ComfyUI's manager makes no room: parked, they come back soon."""
     run("/a", "/b")
-    first, second = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
+    first, second = (handle.load(CONFIG, handle.ModelChoice(name)) for name in ("/a", "/b"))
     assert (backend.client.held, backend.client.parked) == (["/b"], ["/a"])
     assert list(backend.models) == [first.choice, second.choice]
     handle.ensure_loaded(first)
@@ -47,10 +47,10 @@ def test_models_of_a_graph_take_turns_where_they_do_not_fit_together(backend):
 
 def test_a_model_that_fits_by_no_means_is_refused(backend):
     run("/a", "/b")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     backend.client.room = 5
     with pytest.raises(RefusedError, match="nothing is loaded"):
-        handle.load(CONFIG, "/b", "default")
+        handle.load(CONFIG, handle.ModelChoice("/b"))
     assert (backend.client.held, backend.client.parked) == ([], [first.choice.path])
 
 
@@ -59,7 +59,7 @@ def test_a_request_takes_the_room_of_models_that_the_graph_does_not_name(backend
     backend.client.room = 18
     names = ["/a", "/b", "/c"]
     run(*names)
-    handles = [handle.load(CONFIG, name, "default") for name in names]
+    handles = [handle.load(CONFIG, handle.ModelChoice(name)) for name in names]
     handle.ensure_loaded(handles[0])
     backend.client.room = 12
     run("/c")
@@ -79,12 +79,12 @@ def test_the_other_model_of_a_graph_stays_without_a_handle(backend):
     backend.client.room = 12
     run("/a", "/b")
     for name in ("/a", "/b"):
-        handle.load(CONFIG, name, "default")  # which nothing keeps
+        handle.load(CONFIG, handle.ModelChoice(name))  # which nothing keeps
     assert backend.client.held == ["/a", "/b"]
     assert {choice[0] for _, choice in models_on_ranks._weights} == {"/a", "/b"}  # ComfyUI may take both
     run("/b")
     gc.collect()
-    handle.load(CONFIG, "/b", "default")
+    handle.load(CONFIG, handle.ModelChoice("/b"))
     assert (backend.client.held, backend.client.parked) == (["/b"], ["/a"])
     assert {choice[0] for _, choice in models_on_ranks._weights} == {"/a", "/b"}
 
@@ -140,7 +140,7 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     """ComfyUI's Unload Models leaves them there, which its cache and other programs may need."""
     backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
     run("/a")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     (entry,) = models_on_ranks.entries_to_keep(backend, first.choice)
     entry.model.detach()
     assert (backend.client.held, backend.client.parked) == ([], ["/a"])
@@ -154,7 +154,7 @@ def test_freeing_weights_has_a_deadline(backend, monkeypatch):
     """Nobody can press Cancel for the panel; ranks that do not answer end."""
     backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
     run("/a")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     assert models_on_ranks.entries_to_keep(backend, first.choice)
     monkeypatch.setattr(interrupts, "PATIENCE", 0.0)
 

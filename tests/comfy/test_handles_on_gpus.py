@@ -85,7 +85,7 @@ def test_room_on_a_gpu_takes_the_weights_of_its_ranks(gpus, sharded):
     """Sharded ones leave all ranks, and are counted nowhere then."""
     gpus.client.sharded = sharded
     run("/a")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     management.free_memory(20, SECOND)
     assert gpus.client.unloads == [Unload("/a", True, [1])]
     assert held("/a") == ({0: 0, 1: 0} if sharded else {0: 6, 1: 0})
@@ -107,7 +107,7 @@ def sample(backend, choice) -> Result:
 def test_a_margin_leaves_the_other_expert_of_the_graph(gpus):
     """It takes what can be spared, such as a model of another graph."""
     run("/a", "/b")
-    handles = [handle.load(CONFIG, name, "default") for name in ("/a", "/b")]
+    handles = [handle.load(CONFIG, handle.ModelChoice(name)) for name in ("/a", "/b")]
     assert [sample(gpus, each.choice) for each in handles] == [Result()] * 2
     assert not gpus.client.unloads and gpus.client.held == ["/a", "/b"]
     run("/b")
@@ -123,9 +123,9 @@ def test_a_model_of_another_graph_leaves_a_gpu_that_comfyui_does_not_use(gpus, m
     for module in (handle, models_on_ranks, rank_weights):
         monkeypatch.setattr(module, "host_room", lambda: room)
     run("/a")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     run("/a", "/b")
-    second = handle.load(CONFIG, "/b", "default")
+    second = handle.load(CONFIG, handle.ModelChoice("/b"))
     sample(gpus, second.choice)
     assert not gpus.client.unloads and gpus.client.held == ["/a", "/b"]
     run("/b")
@@ -138,7 +138,7 @@ def test_experts_take_turns_for_what_is_likely_once_ranks_ran_out_of_memory(gpus
     """By what is needed at least they would run out again, in every run."""
     gpus.client.lacks = [1]
     run("/a", "/b")
-    first, _ = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
+    first, _ = (handle.load(CONFIG, handle.ModelChoice(name)) for name in ("/a", "/b"))
     sample(gpus, first.choice)
     assert not gpus.client.unloads
     monkeypatch.setattr(models_on_ranks, "have_ranks_run_out", lambda: True)
@@ -151,7 +151,7 @@ def test_experts_take_turns_from_the_first_run_where_auto_has_planned_so(gpus, m
     """Not once ranks have run out of memory in it. On ComfyUI's own GPU its manager takes the other one."""
     gpus.client.lacks = []
     run("/a", "/b")
-    first, second = (handle.load(CONFIG, name, "default") for name in ("/a", "/b"))
+    first, second = (handle.load(CONFIG, handle.ModelChoice(name)) for name in ("/a", "/b"))
     gpus.client.lacks = [lacks]
     history = PlanHistory(last=LastPlan(AutoConfig(), CONFIG, {}))
     monkeypatch.setattr(planning, "_history", history)
@@ -164,7 +164,7 @@ def test_experts_take_turns_from_the_first_run_where_auto_has_planned_so(gpus, m
 
 def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):
     run("/a", "/b")
-    handles = [handle.load(CONFIG, name, "default") for name in ("/a", "/b")]
+    handles = [handle.load(CONFIG, handle.ModelChoice(name)) for name in ("/a", "/b")]
     gpus.client.room = 6
     assert sample(gpus, handles[0].choice) == Result()
     assert gpus.client.unloads == [Unload("/b", True, waits=True)]
@@ -174,7 +174,7 @@ def test_what_is_needed_to_run_at_all_takes_the_other_expert(gpus):
 def test_free_model_and_node_cache_leaves_nothing_in_host_memory(gpus):
     """ComfyUI unloads all models, and forgets what its nodes have made."""
     run("/a")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     management.unload_all_models()
     assert gpus.client.unloads == [Unload("/a", True)] and gpus.client.parked == ["/a"]
     del first
@@ -184,7 +184,7 @@ def test_free_model_and_node_cache_leaves_nothing_in_host_memory(gpus):
 
 def test_unload_models_parks_what_a_node_still_names(gpus):
     run("/a")
-    first, second = (handle.load(CONFIG, "/a", "default") for _ in range(2))
+    first, second = (handle.load(CONFIG, handle.ModelChoice("/a")) for _ in range(2))
     management.unload_all_models()
     del second
     gc.collect()
@@ -194,7 +194,7 @@ def test_unload_models_parks_what_a_node_still_names(gpus):
 def test_room_for_others_leaves_weights_in_host_memory(gpus):
     """The next load may want them under another plan, of which the handle is another one."""
     run("/a")
-    first = handle.load(CONFIG, "/a", "default")
+    first = handle.load(CONFIG, handle.ModelChoice("/a"))
     for device in (FIRST, SECOND):
         management.free_memory(20, device)
     del first

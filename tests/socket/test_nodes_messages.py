@@ -82,7 +82,7 @@ def queue_sampler(host, dit, seed: int) -> torch.Tensor:
 
 def test_a_warm_run_sends_load_and_sample(host, received):
     """The loader's handle is in ComfyUI's cache; the sampler runs again with another seed."""
-    dit = host.handle.load(CONFIG, "/m.safetensors", "default")
+    dit = host.handle.load(CONFIG, host.handle.ModelChoice("/m.safetensors"))
     for seed in (1, 2):
         received.clear()
         assert queue_sampler(host, dit, seed).equal(LATENT)

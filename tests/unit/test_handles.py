@@ -39,7 +39,7 @@ def test_room_for_other_ranks_is_made_once_those_that_end_have_ended(host, monke
     monkeypatch.setattr(host.pool, "_folders", set())
     monkeypatch.setattr(host.pool, "BackendProcess", start)
     with pytest.raises(KeyboardInterrupt):
-        host.handle.load(config, "/a", "default")
+        host.handle.load(config, host.handle.ModelChoice("/a"))
     assert done == ["end", [1, 2], "start"]
 
 
@@ -145,7 +145,7 @@ def on_ranks(host, room: int, is_ours: bool = True):
 def prompt(host, config, *names: str):
     """Queue a graph that loads these models; the cache drops the handles of others."""
     run(host, *names)
-    return [host.handle.load(config, name, "default") for name in names]
+    return [host.handle.load(config, host.handle.ModelChoice(name)) for name in names]
 
 
 def test_graphs_that_alternate_read_each_model_once(host):
@@ -323,7 +323,7 @@ def test_an_unload_that_waits_for_another_client_says_so_and_can_be_cancelled(ho
     host.progress.node_text = lambda: shown.append
     run(host, "/a", "/b")  # so "/a" does not make way before
     with pytest.raises(Interrupted):
-        host.handle.load(config, "/b", "default")
+        host.handle.load(config, host.handle.ModelChoice("/b"))
     assert "waiting for another client's request, 3 steps left" in shown and not backend.closed
     (entry,) = host.models_on_ranks._entries(backend, {before.choice})
     assert entry.held and before.choice in backend.models
