@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
+#: The groups of this process.
+GROUPS = Path("/proc/self/cgroup")
 #: Controller in a line of /proc/self/cgroup -> folder of its groups, files of the limit and of what is used,
 #: and how memory.stat's names of CACHED begin. Version 2's line names no controller.
 VERSIONS = {
@@ -20,33 +22,32 @@ CPU_FILES = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 NO_LIMIT = 1 << 60
 
 
-def memory_limits(root: Path = ROOT, groups: str | None = None) -> list[tuple[int, int]]:
+def memory_limits() -> list[tuple[int, int]]:
     """Return (limit, used) in bytes of every group with a limit that this process is in; used is without
-    cached files. ``groups``: the text of /proc/self/cgroup."""
+    cached files."""
     limits = []
-    for controllers, path in _groups(groups):
+    for controllers, path in _groups():
         for name in VERSIONS.keys() & set(controllers):
             folder, *files = VERSIONS[name]
-            limits += [_limit(group, *files) for group in _with_parents(root / folder, path)]
+            limits += [_limit(group, *files) for group in _with_parents(ROOT / folder, path)]
     return [each for each in limits if each is not None]
 
 
-def cpu_limit(root: Path = ROOT, groups: str | None = None) -> float:
-    """Return how many processors' time this process's groups may take; infinity without a limit. ``groups``
-    as in memory_limits."""
+def cpu_limit() -> float:
+    """Return how many processors' time this process's groups may take; infinity without a limit."""
     limits = [math.inf]
-    for controllers, path in _groups(groups):
+    for controllers, path in _groups():
         if controllers == [""]:
-            limits += [_cpus(group, "cpu.max") for group in _with_parents(root, path)]
+            limits += [_cpus(group, "cpu.max") for group in _with_parents(ROOT, path)]
         elif "cpu" in controllers:
-            limits += [_cpus(group, *CPU_FILES) for group in _with_parents(root / "cpu", path)]
+            limits += [_cpus(group, *CPU_FILES) for group in _with_parents(ROOT / "cpu", path)]
     return min(limits)
 
 
-def _groups(text: str | None) -> list[tuple[list[str], str]]:
-    """Return (controllers, path) of each group in a text as in memory_limits; version 2 names none: [""]."""
+def _groups() -> list[tuple[list[str], str]]:
+    """Return (controllers, path) of each group of this process; version 2 names none: [""]."""
     try:
-        lines = (Path("/proc/self/cgroup").read_text() if text is None else text).splitlines()
+        lines = GROUPS.read_text().splitlines()
     except OSError:
         return []  # no Linux
     fields = [line.split(":", 2) for line in lines]

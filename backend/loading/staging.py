@@ -6,7 +6,6 @@ reads the next piece of the file while the one before it travels.
 """
 
 import sys
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -19,15 +18,11 @@ PIECE = 32 << 20
 
 
 class Staging:
-    """Two page-locked buffers that take turns, made by ``empty``; an ``event`` of each says when it may be
-    written again."""
+    """Two page-locked buffers that take turns; an event of each says when it may be written again."""
 
-    def __init__(
-        self,
-        empty: Callable[..., Tensor] = torch.empty,
-        event: Callable[[], torch.cuda.Event] = torch.cuda.Event,
-    ):
-        self._turns = [(empty(PIECE, dtype=torch.uint8, pin_memory=True), event()) for _ in range(2)]
+    def __init__(self):
+        buffers = (torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        self._turns = [(buffer, torch.cuda.Event()) for buffer in buffers]
 
     def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a copy of a CPU tensor on ``device``, contiguous, which its current stream may read."""

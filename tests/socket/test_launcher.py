@@ -126,7 +126,7 @@ def test_a_backend_that_cannot_start_says_why(tmp_path, monkeypatch):
             match="rank 0 failed with ModuleNotFoundError: No module named 'no_such_package'"
             ".*its log is .*backend.log",
         ):
-            process.wait_ready(60)
+            process.wait_ready()
     finally:
         process.close()
 
@@ -235,7 +235,7 @@ def test_why_a_living_backend_lets_nobody_in_is_said(tmp_path, monkeypatch):
     process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
     try:
         with pytest.raises(HandshakeError, match="different versions; restart both"):
-            process.wait_ready(300)
+            process.wait_ready()
     finally:
         process.close()
 
@@ -258,10 +258,11 @@ def test_a_backend_that_is_never_ready(tmp_path, monkeypatch):
     (tmp_path / "backend").mkdir()
     (tmp_path / "backend/worker.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setattr(rank_environment, "PACK", tmp_path)
+    monkeypatch.setattr(launcher, "READY_SECONDS", 3)
     process = BackendProcess(ParallelConfig(device="cpu"), "cpu")
     try:
         with pytest.raises(BackendError, match="not ready after 3 s"):
-            process.wait_ready(3)
+            process.wait_ready()
     finally:
         process.close()
     assert not process.running

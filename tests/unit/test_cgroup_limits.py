@@ -7,7 +7,7 @@ import pytest
 from backend.client.auto import measurements
 from backend.client.launching import rank_environment
 from backend.config import ParallelConfig
-from backend.hardware import device_memory
+from backend.hardware import cgroup_limits, device_memory
 from backend.hardware.cgroup_limits import cpu_limit, memory_limits
 
 GB = 1 << 30
@@ -19,31 +19,43 @@ def write(folder, **files):
         (folder / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def test_version_2_counts_the_group_and_those_it_is_in(tmp_path):
+@pytest.fixture
+def join(tmp_path, monkeypatch):
+    """Puts this process into the groups of a text as in /proc/self/cgroup, below tmp_path."""
+    monkeypatch.setattr(cgroup_limits, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroup_limits, "GROUPS", tmp_path / "groups")
+    return cgroup_limits.GROUPS.write_text
+
+
+def test_version_2_counts_the_group_and_those_it_is_in(tmp_path, join):
     """Cached files are not in use: the system takes them back. The service's own group has no limit."""
     stat = f"anon 7\nactive_file {GB}\ninactive_file {2 * GB}"
     write(tmp_path / "user" / "service", memory__max="max", memory__current=GB, memory__stat=stat)
     write(tmp_path / "user", memory__max=16 * GB, memory__current=5 * GB, memory__stat=stat)
-    assert memory_limits(tmp_path, "0::/user/service\n") == [(16 * GB, 2 * GB)]
+    join("0::/user/service\n")
+    assert memory_limits() == [(16 * GB, 2 * GB)]
 
 
-def test_a_container_sees_its_group_at_the_root(tmp_path):
+def test_a_container_sees_its_group_at_the_root(tmp_path, join):
     """Docker without a namespace of groups: the path is the host's, and is not there."""
     write(tmp_path, memory__max=8 * GB, memory__current=GB, memory__stat="inactive_file 0")
-    assert memory_limits(tmp_path, "0::/docker/0123abc\n") == [(8 * GB, GB)]
+    join("0::/docker/0123abc\n")
+    assert memory_limits() == [(8 * GB, GB)]
 
 
-def test_version_1_has_a_folder_for_memory(tmp_path):
+def test_version_1_has_a_folder_for_memory(tmp_path, join):
     files = dict(memory__stat=f"total_inactive_file {GB}\ntotal_active_file 0", memory__usage_in_bytes=3 * GB)
     write(tmp_path / "memory" / "job", memory__limit_in_bytes=4 * GB, **files)
     write(tmp_path / "memory", memory__limit_in_bytes=9223372036854771712, **files)
     groups = "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n"
-    assert memory_limits(tmp_path, groups) == [(4 * GB, 2 * GB)]
+    join(groups)
+    assert memory_limits() == [(4 * GB, 2 * GB)]
 
 
 @pytest.mark.parametrize("groups", ["", "1:name=systemd:/\n", "0::/\n"])
-def test_no_group_has_no_limit(tmp_path, groups):
-    assert memory_limits(tmp_path, groups) == []
+def test_no_group_has_no_limit(join, groups):
+    join(groups)
+    assert memory_limits() == []
 
 
 def test_a_limit_is_the_host_memory_of_this_process(monkeypatch):
@@ -61,20 +73,24 @@ def test_auto_plans_within_the_limit(monkeypatch):
     assert measurements.free_memory("cpu", []) == (2 << 20,)
 
 
-def test_the_least_quota_of_processors_counts(tmp_path):
+def test_the_least_quota_of_processors_counts(tmp_path, join):
     """Version 2: of the group and those that it is in; docker --cpus 2.5 in a pod of 8."""
     write(tmp_path / "pod" / "job", cpu__max="250000 100000")
     write(tmp_path / "pod", cpu__max="800000 100000")
     write(tmp_path, cpu__max="max 100000")
-    assert cpu_limit(tmp_path, "0::/pod/job\n") == 2.5
-    assert cpu_limit(tmp_path, "0::/elsewhere\n") == math.inf
+    join("0::/pod/job\n")
+    assert cpu_limit() == 2.5
+    join("0::/elsewhere\n")
+    assert cpu_limit() == math.inf
 
 
-def test_version_1_has_quota_and_period_in_files_of_their_own(tmp_path):
+def test_version_1_has_quota_and_period_in_files_of_their_own(tmp_path, join):
     write(tmp_path / "cpu" / "job", cpu__cfs_quota_us=400000, cpu__cfs_period_us=100000)
     write(tmp_path / "cpu", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
-    assert cpu_limit(tmp_path, "5:cpu,cpuacct:/job\n4:memory:/job\n") == 4
-    assert cpu_limit(tmp_path, "5:cpu,cpuacct:/\n") == math.inf
+    join("5:cpu,cpuacct:/job\n4:memory:/job\n")
+    assert cpu_limit() == 4
+    join("5:cpu,cpuacct:/\n")
+    assert cpu_limit() == math.inf
 
 
 @pytest.mark.parametrize("limit, threads", [(math.inf, "8"), (6.5, "3"), (0.5, "1")])

@@ -37,7 +37,10 @@ def recorded(monkeypatch, piece: int) -> tuple[Staging, list, list]:
         buffers.append(torch.zeros(size, dtype=how["dtype"]))
         return buffers[-1]
 
-    return Staging(empty, lambda: FakeEvent(log, buffers)), log, asked
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        patch.setattr(torch.cuda, "Event", lambda: FakeEvent(log, buffers))
+        return Staging(), log, asked
 
 
 def test_a_buffer_is_written_when_what_it_held_has_left(monkeypatch):
@@ -221,7 +224,6 @@ def test_files_are_copied_straight_where_nothing_can_be_page_locked(monkeypatch,
             return "straight", place.type
 
     monkeypatch.setattr(torch, "empty", limited)
-    monkeypatch.setattr(staging, "Staging", lambda: Staging(limited))
     staging._staging.cache_clear()
     try:
         assert [upload(Mapped(), "cuda:0") for _ in range(2)] == [("straight", "cuda")] * 2

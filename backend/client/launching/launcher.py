@@ -132,11 +132,11 @@ class BackendProcess:
         with suppress(BrokenPipeError):  # it has ended already: who waits for it is told why
             os.write(self._pipe.fileno(), json.dumps(said).encode() + b"\n")
 
-    def wait_ready(self, seconds: float = READY_SECONDS, check=nothing) -> BackendClient:
+    def wait_ready(self, check=nothing) -> BackendClient:
         """Return a client connected to rank 0, once every rank has joined. ``check()`` is called ten times a
         second and may raise to give up. Raises BackendError, which names the cause and the log, where the
-        backend ends first, or ``seconds`` pass without one more rank that is ready."""
-        deadline = time.monotonic() + seconds
+        backend ends first, or READY_SECONDS pass without one more rank that is ready."""
+        deadline = time.monotonic() + READY_SECONDS
         ready_text = self.ready_text
 
         def wait_on():
@@ -144,7 +144,7 @@ class BackendProcess:
             check()
             if self.ready_text != ready_text:
                 ready_text = self.ready_text
-                deadline = time.monotonic() + seconds
+                deadline = time.monotonic() + READY_SECONDS
             if time.monotonic() > deadline:
                 raise _NotReady
 
@@ -157,7 +157,7 @@ class BackendProcess:
             hint = ""
             if self._started >= self._ranks:  # they wait for each other
                 hint = links_hint(self._link is not None, self._is_on_gpus and self._ranks > 1)
-            self._gave_up = f"it was not ready after {seconds:.0f} s{ready_text}{hint}"
+            self._gave_up = f"it was not ready after {READY_SECONDS:.0f} s{ready_text}{hint}"
             what = f"The backend gives up: {self._gave_up}"
             raise BackendError(f"{what}; the reason may be in its log, {self.log}.") from None
         self._client = client
