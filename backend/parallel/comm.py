@@ -271,6 +271,7 @@ class Pipe:
         """Receive all that was posted for, and wait until all that was sent has left."""
         while self.posted:
             self.take()
-        for work, _ in self.sending:
-            work.wait()
+        with WAIT_CLOCK:
+            for work, _ in self.sending:
+                work.wait()
         self.sending.clear()
