@@ -18,7 +18,7 @@ from .auto.model_choice import ModelChoice
 from .connect import connect
 from .connected import Connected
 from .idle import watch
-from .interrupts import CancelledError, InterruptWatch, cancel, turn
+from .interrupts import POLL_SECONDS, CancelledError, InterruptWatch, cancel, turn
 from .launching.launcher import BackendProcess, ClosedError
 from .room import Room, with_room
 
@@ -97,7 +97,7 @@ class Backend(Connected):
         ``ranks`` alone if there are any. ``yields``: models of which parked ones make room there, the first
         one first. Return the ranks whose devices hold nothing of it now: none where it is not loaded, or
         while a request runs. ``check`` may interrupt a wait for others."""
-        if not self._busy.acquire(blocking=False):
+        if not self._busy.acquire(timeout=POLL_SECONDS):  # alive() of another thread has it for a moment
             return []
         try:
             if choice not in self.models:

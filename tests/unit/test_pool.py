@@ -100,10 +100,18 @@ def test_nothing_is_unloaded_while_a_request_runs():
     """ComfyUI asks for room in the middle of one: to wait for its end would be for ever."""
     ranks = backend("m")
     ranks._busy = SimpleNamespace(
-        acquire=lambda blocking=True: pytest.fail("it waits") if blocking else False
+        acquire=lambda timeout=-1.0: pytest.fail("it waits") if timeout < 0 else False
     )
     assert ranks.unload(KEY) == []
     assert not ranks.client.received and ranks.models == {KEY: "m"}
+
+
+def test_a_thread_that_looks_whether_the_ranks_live_keeps_no_model_there():
+    """It holds the connection for a moment, as the side panel's does."""
+    ranks = backend("m")
+    looks = SimpleNamespace(acquire=lambda blocking=True, timeout=0.0: timeout > 0, release=lambda: None)
+    ranks._busy = looks
+    assert ranks.unload(KEY) == [0, 1]
 
 
 @pytest.mark.parametrize("stats, is_done", [({}, True), ({"left": [], "freed": False}, False)])
