@@ -73,10 +73,10 @@ class Probe:
         self.control = ControlChannel(self.mesh.control)
         (self.tokens, self.width, self.heads, self.head_size), self.sent = SIZES[device]
 
-    def seconds(self, action: Callable[[], object], calls: int = CALLS) -> float:
+    def seconds(self, action: Callable[[], object]) -> float:
         """Return the least seconds of ``action`` on this rank: other processes only add to them."""
         times = []
-        for _ in range(1 + calls):
+        for _ in range(1 + CALLS):
             self._wait()
             started = time.perf_counter()
             action()

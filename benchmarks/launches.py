@@ -138,8 +138,7 @@ def load(
         cuts = checkpoint.cut_plan(config).shards(mesh)
         tensor_parallel.apply(transformer, cuts, family, config.split_scheme, mesh.tp)
     for name, parameter in transformer.named_parameters():
-        if not family.build.is_float32(name):
-            parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(family.build.dtype_of(name, torch.bfloat16))
     for module in transformer.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(META)

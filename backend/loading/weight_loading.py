@@ -70,7 +70,7 @@ def load(
     every = set(names)
     for block, group in groupby(wanted, lambda name: block_of(name, every)):
         for name in group:
-            own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+            own_dtype = checkpoint.family.build.dtype_of(name, dtype)
             shard = shards.get(modules[name])
             _fill(checkpoint, name, own_dtype, device, shard, choices.get(name))
             done += counts[name]
@@ -106,7 +106,7 @@ def matrices(
         rows, columns = checkpoint.shapes[name]
         whole = Shard(outputs=(), inputs=(), heights=(rows,))
         shard = shards.get(layer, whole)
-        own = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+        own = checkpoint.family.build.dtype_of(name, dtype)
         edges = shard.edges or (0, columns)
         of_parameter[name] = Matrix(*quantization, rows=shard.heights, edges=edges, dtype=own)
     return of_parameter

@@ -258,9 +258,9 @@ class Build:
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     pipeline: Callable[[Mapping[str, Config]], dict[str, Any]] = no_entries
 
-    def is_float32(self, name: str) -> bool:
-        """Return whether the parameter ``name`` stays in float32."""
-        return matches(name, self.float32)
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of the parameter ``name`` in a model of ``dtype``."""
+        return torch.float32 if matches(name, self.float32) else dtype
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..models.patterns import matches
 from ..quantization.packed_weight import PackedWeight
+from .comm import cat_or_same
 from .sequence import Span
 
 #: Tokens of an embedder -> which of them go into this rank's blocks; () for all of them.
@@ -94,8 +95,7 @@ class LocalTokens(Tensor):
 
 def cut(tokens: Tensor, spans: tuple[Span, ...]) -> Tensor:
     """Return the tokens (B, n, D) of ``spans``; a view of one."""
-    pieces = [tokens[:, span.indices] for span in spans]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    return cat_or_same([tokens[:, span.indices] for span in spans], dim=1)
 
 
 def _whole(value: Any) -> Any:

@@ -112,11 +112,11 @@ class PackedWeight(nn.Module):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Give a function that takes ``weight`` itself, as multi-head attention's, what it stands for."""
-        plain = [x.effective() if isinstance(x, PackedWeight) else x for x in args]
-        named = {
-            name: x.effective() if isinstance(x, PackedWeight) else x for name, x in (kwargs or {}).items()
-        }
-        return func(*plain, **named)
+
+        def plain(x):
+            return x.effective() if isinstance(x, PackedWeight) else x
+
+        return func(*map(plain, args), **{name: plain(x) for name, x in (kwargs or {}).items()})
 
     def effective(self) -> Tensor:
         """Return the weight with the adapters in it, in memory of its own."""

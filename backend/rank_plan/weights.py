@@ -123,7 +123,7 @@ def _held(
     shape = checkpoint.shapes[name]
     stored = checkpoint.stored(name)
     cut = cuts.get(module)
-    own_dtype = torch.float32 if checkpoint.family.build.is_float32(name) else dtype
+    own_dtype = checkpoint.family.build.dtype_of(name, dtype)
     local_shape = _shape(shape, cut)
     plain = local_shape.numel() * own_dtype.itemsize
     packed = None

@@ -190,7 +190,9 @@ def test_what_is_compared_has_the_dtype_of_the_layer(stays):
         parameters={"to_out.weight": (0, torch.nn.Linear)},
         shapes={"to_out.weight": (64, 64)},
         stored=lambda name: SimpleNamespace(packed_sizes=lambda cut: [StoredSize(64, 64 * 32)]),
-        family=SimpleNamespace(build=SimpleNamespace(is_float32=lambda name: stays)),
+        family=SimpleNamespace(
+            build=SimpleNamespace(dtype_of=lambda name, dtype: torch.float32 if stays else dtype)
+        ),
     )
     cut = Shard((whole,), (Span(0, 32),), reduce=Axis(group=None, rank=0, size=2, ranks=()))
     choice = kernels.MatmulChoice(kernels.int8, "")

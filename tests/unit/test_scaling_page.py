@@ -90,8 +90,7 @@ def tables(family: str) -> int:
     """Bytes of tables that are no parameters, and that files store (SD3's positions)."""
     checkpoint = model(family).checkpoint
     names = checkpoint.sources.keys() - set(checkpoint.parameters)
-    wide = checkpoint.family.build.is_float32
-    dtypes = {name: torch.float32 if wide(name) else torch.bfloat16 for name in names}
+    dtypes = {name: checkpoint.family.build.dtype_of(name, torch.bfloat16) for name in names}
     return sum(math.prod(checkpoint.shapes[name]) * dtype.itemsize for name, dtype in dtypes.items())
 
 
