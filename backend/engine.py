@@ -307,7 +307,7 @@ class Engine:
         """Denoise; return (B, C, [T,] H, W) in float32 on the first stage, and statistics. Raises
         RequestCancelled. ``callbacks`` as with_downloads says; ``prepared``: by prepare_sample."""
         prepared = prepared or self.prepare_sample(sample)
-        return run_request(self.mesh, prepared, sample.denoised, callbacks)
+        return run_request(self.mesh, prepared, sample, callbacks)
 
     @refusing("the call")
     def check_forward(self, call: ModelCall) -> ModelInputs:

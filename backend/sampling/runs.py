@@ -10,6 +10,7 @@ from ..loading.staging import Download, lock_ahead
 from ..parallel import comm
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import Span
+from ..protocol import Sample
 from ..quantization.dequantize_once import dequantized_once
 from ..quantization.dequantized_cache import pays
 from .model_call import OneCall, samples_of_replicas
@@ -31,14 +32,14 @@ class Prepared:
     spare: int = 0
 
 
-def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callbacks) -> tuple[Tensor, dict]:
-    """Denoise; as Engine.sample. ``denoised``: report the last prediction to the ``callbacks``."""
+def run_request(mesh: Mesh, prepared: Prepared, sample: Sample, callbacks: Callbacks) -> tuple[Tensor, dict]:
+    """Denoise what is ``prepared`` of a ``sample``; as Engine.sample."""
     comm.SENT.clear()
     model = prepared.model
     model.dequantized_bytes = 0  # not those of the last request, where memory runs out before
     request = prepared.request
     started = time.perf_counter()
-    if mesh.rank == 0 and mesh.device.type == "cuda":
+    if mesh.rank == 0 and mesh.device.type == "cuda" and sample.preview_seconds:
         lock_ahead(request.grid.to_latent(request.noise), PREVIEWS)
     with running(model, request) as runner:
         denoiser = Denoiser(mesh, request, runner, with_downloads(callbacks, request))
@@ -51,7 +52,7 @@ def run_request(mesh: Mesh, prepared: Prepared, denoised: bool, callbacks: Callb
         with dequantized_once(repeated, spare) as model.dequantized_bytes:
             tokens = denoiser.run()
         tokens = _all_replicas(mesh, tokens, request)
-        if denoised:
+        if sample.denoised:
             last = _all_replicas(mesh, denoiser.x0, request)
             callbacks.on_denoised(request.grid.to_latent(last).cpu())
     samples = request.prediction.finish(request.grid.to_latent(tokens), request.sigmas[-1])

@@ -72,7 +72,7 @@ def run(
     )
     prepared = replace(engine.prepare_sample(sample), spare=spare)
     rank = replace(engine.mesh, device=torch.device(device))  # which is not where the weights are
-    return runs.run_request(rank, prepared, sample.denoised, callbacks)
+    return runs.run_request(rank, prepared, sample, callbacks)
 
 
 def weights(engine: Engine) -> list[PackedWeight]:

@@ -2,12 +2,16 @@
 from it into page-locked memory. No GPU: the CPU or a meta device stands for one."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from backend.loading import staging
 from backend.loading.staging import Download, Staging, lock_ahead, upload, upload_parameters
+from backend.protocol import Sample
+from backend.sampling import runs
+from backend.sampling.step_loop import Callbacks
 
 CPU = torch.device("cpu")
 
@@ -202,6 +206,27 @@ def test_pages_of_several_downloads_are_locked_at_once_ahead_of_them(monkeypatch
     monkeypatch.setattr(torch, "empty", empty)
     lock_ahead(latent, 2)
     assert alive == [1, 2] and [each() for each in made] == [None, None]
+
+
+def test_none_are_locked_for_a_client_that_takes_no_previews(monkeypatch):
+    class Begins(Exception):
+        """Where the request goes on."""
+
+    def begin(*_):
+        raise Begins
+
+    asked = []
+    monkeypatch.setattr(runs, "lock_ahead", lambda like, copies: asked.append(copies))
+    monkeypatch.setattr(runs, "running", begin)
+    gpu = SimpleNamespace(rank=0, device=torch.device("cuda"))
+    request = SimpleNamespace(grid=SimpleNamespace(to_latent=lambda tokens: tokens), noise=torch.zeros(1))
+    prepared = runs.Prepared(SimpleNamespace(), request)
+    for seconds in (0.0, 0.5):
+        with pytest.raises(Begins):
+            runs.run_request(
+                gpu, prepared, Sample("m", "euler", 1.0, 1, preview_seconds=seconds), Callbacks()
+            )
+    assert asked == [runs.PREVIEWS]
 
 
 def test_a_download_of_the_cpu_is_a_copy_that_is_there():
