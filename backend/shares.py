@@ -61,7 +61,7 @@ def shard_edges(total: int, count: int, shares: Sequence[float] = ()) -> list[in
     if not shares:
         return [total * index // count for index in range(count + 1)]
     whole = sum(shares)
-    least = 1 if total >= count else 0
+    least = int(total >= count)
     edges = [0]
     for index, upto in enumerate(itertools.accumulate(shares[:-1]), 1):
         edge = max(round(total * upto / whole), edges[-1] + least)

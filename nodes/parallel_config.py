@@ -80,7 +80,7 @@ def _widget(name: str, tooltip: str):
     if name in CHOICES:
         return io.Combo.Input(name, options=list(CHOICES[name]), **shared)
     if name in _MAX_VALUES:
-        return io.Int.Input(name, min=1 if name in AXES.values() else 0, max=_MAX_VALUES[name], **shared)
+        return io.Int.Input(name, min=int(name in AXES.values()), max=_MAX_VALUES[name], **shared)
     kind = io.Boolean if isinstance(shared["default"], bool) else io.String
     return kind.Input(name, **shared)
 

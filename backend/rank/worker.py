@@ -96,8 +96,7 @@ class Worker:
         """Denoise where every rank has room; rank 0 gives what it has ``planned``, and what gets the step of
         a cancelled request: ``on_cancelled`` has been called whenever RequestCancelled is raised. Raises
         InsufficientMemory and RequestCancelled."""
-        prepare = partial(self.engine.prepare_sample, message, planned.inputs if planned else None)
-        prepared = self._admitted(message, prepare, planned)
+        prepared = self._admitted(message, self.engine.prepare_sample, planned)
         self.clock.new_request()
         first = (0, message.warmup_steps) if message.compile == "blocks" else ()
         self.clock.compiling = {begin + step for begin in first for step in range(STEPS_AHEAD)}
@@ -124,9 +123,8 @@ class Worker:
 
     def run_call(self, message: ModelCall, planned: Planned | None = None) -> tuple[Tensor, dict]:
         """Call the model once, as run_sample. A call like the one before is not looked at again."""
-        prepare = partial(self.engine.prepare_call, message, planned.inputs if planned else None)
         # what is not looked at again may find no memory: others have used the device since
-        prepared = self._guarded(partial(self._admitted, message, prepare, planned))
+        prepared = self._guarded(partial(self._admitted, message, self.engine.prepare_call, planned))
         how = (message.model, message.compile)
         self.clock.compiling = {0} if message.compile == "blocks" and how not in self.called else ()
         self.clock.begin(0)
@@ -138,8 +136,9 @@ class Worker:
             self.clock.begin(None)
 
     def _admitted(self, message: Sample | ModelCall, prepare, planned: Planned | None) -> Prepared:
-        """Return what ``prepare`` makes where every rank has room. Raises RefusedByAllRanks."""
+        """Return what ``prepare`` makes of a message where every rank has room. Raises RefusedByAllRanks."""
         model = self.engine.models[message.model]
+        prepare = partial(prepare, message, planned.inputs if planned else None)
         self._try_kernel(message.attention, model)
         stack = self.engine.lora_stacks.get(message.model, ())
         parked = model.parked_on

@@ -211,7 +211,7 @@ def _size_of_calls(shape: torch.Size, guider) -> torch.Size:
     dim = getattr(handler, "dim", None)
     if length is None or dim is None or dim >= len(shape):
         return shape
-    length += 1 if getattr(handler, "causal_window_fix", False) else 0
+    length += bool(getattr(handler, "causal_window_fix", False))
     prompts = [each for branch in guider.conds.values() for each in branch]
     guides = [each.get("guide_attention_entries") or () for each in prompts]
     # a prompt's guides have latent frames after those of the video

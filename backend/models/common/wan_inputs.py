@@ -157,7 +157,7 @@ def rotary(plain, patch, latent: Tensor, further) -> tuple[Tensor, Tensor]:
     if not further:
         return plain(latent)
     frames = latent.shape[2] // patch[0]
-    start = 1 if "reference_latent" in further else 0
+    start = int("reference_latent" in further)
     later = further["time_dim_concat"].shape[2] // patch[0] if "time_dim_concat" in further else 0
     count = start + frames + later
     whole_video = latent.new_empty(1, device="meta").expand(1, 1, count * patch[0], *latent.shape[3:])

@@ -166,7 +166,7 @@ def sa_solver(x: Tensor, problem: Problem) -> Steps:
         if sigma_next == 0:
             predicted = denoised
             continue
-        tau = 1.0 if upper >= sigma_next.item() >= lower else 0.0
+        tau = float(upper >= sigma_next.item() >= lower)
         predicted = _adams(x, lambdas, sigmas, i, tau, history, lambdas[i - predictor + 1 : i + 1])
         noise = None
         if tau:
