@@ -125,15 +125,10 @@ class LoadedModel:
         return self.checkpoint.family
 
     @property
-    def config(self) -> dict:
-        """Arguments of the diffusers class."""
-        return self.checkpoint.config
-
-    @property
     def head_size(self) -> int:
         """Features of an attention head; 0 where nobody knows, since nothing is cut."""
         blocks = self.family.blocks
-        return 0 if blocks.whole_only else blocks.head_size(self.config)
+        return 0 if blocks.whole_only else blocks.head_size(self.checkpoint.config)
 
     def facts(self, config: ParallelConfig, device: torch.device, capabilities: Set[Capability]) -> dict:
         """Return Loaded.info, on ranks of ``config`` with GPUs of these ``capabilities``."""
@@ -143,7 +138,7 @@ class LoadedModel:
             "attention": {
                 name: kernel_choice.explained(name, *where, torchs) for name in CHOICES["attention"]
             },
-            "config": self.config,
+            "config": self.checkpoint.config,
             "conditioning": list(self.family.conditioning.accepted),
             "prediction": self.family.noise.prediction,
             "latent_format": self.checkpoint.latent_format,
@@ -192,7 +187,9 @@ class Runner:
         if schedule_of is None:
             times = sigmas
         else:
-            schedule = schedule_of(self.model.config)  # one for all: it computes its noise levels once
+            schedule = schedule_of(
+                self.model.checkpoint.config
+            )  # one for all: it computes its noise levels once
             times = [schedule.timestep(sigma) for sigma in sigmas]
         self.times = {index: time.to(device) for index, time in enumerate(times)}
         ends = {index: self.request.step_end(sigma) for index, sigma in enumerate(sigmas)}
@@ -226,7 +223,7 @@ class Runner:
         prompt = self._prompt(context)
         if context.evaluation in self.step_ends:
             prompt = prompt.at_step({STEP_END: self.step_ends[context.evaluation]})
-        return family.io.arguments(self.model.config, self.request.grid, latent, time, prompt)
+        return family.io.arguments(self.model.checkpoint.config, self.request.grid, latent, time, prompt)
 
     def _prompt(self, context: StepContext) -> RequestArguments:
         key = (context.prompt, context.sample_span.lo, context.sample_span.hi)

@@ -151,7 +151,11 @@ def test_the_cost_of_a_block_is_what_it_multiplies(name, tmp_path):
     work, sequence = counted(model, built)
     text = sequence.text or sample.tensors["positive.c_crossattn"].shape[1]
     assert block_costs(
-        open_checkpoint(str(tmp_path / name)).transformer, model.family, model.config, sequence.image, text
+        open_checkpoint(str(tmp_path / name)).transformer,
+        model.family,
+        model.checkpoint.config,
+        sequence.image,
+        text,
     ) == pytest.approx(work, rel=0.015)
 
 

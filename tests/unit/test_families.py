@@ -210,7 +210,8 @@ def test_the_cost_of_a_block_is_what_it_multiplies(cut):
     latents = dict(model.family.latent.named(built.grid))
     if model.family.name == "ltx2":  # whose connectors fill a prompt up
         text = max(text, MIN_TOKENS)
-    computed = block_costs(transformer, model.family, model.config, sequence.image, text, latents)
+    config = model.checkpoint.config
+    computed = block_costs(transformer, model.family, config, sequence.image, text, latents)
     assert len(work) == len(computed)
     # MiniMax-H3's curves have adaLN of six features
     scale = sum(computed) / sum(work) if "minimax" in model.family.name else 1.0

@@ -211,7 +211,7 @@ def test_activations_are_about_what_a_request_allocates(tmp_path, family, dtype)
     with memory:
         engine.sample(sample, Callbacks())
     *_, frames, height, width = (1, *sample.tensors["noise"].shape[2:])
-    pt, ph, pw = model.family.latent.patch(model.config)
+    pt, ph, pw = model.family.latent.patch(model.checkpoint.config)
     image = frames * height * width // (pt * ph * pw)
     text = sample.tensors["positive.c_crossattn"].shape[1]
     plan = describe(ParallelConfig(), open_checkpoint(str(path)), RequestSize(image, text), model.dtype)[0]

@@ -135,7 +135,7 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
     engine = Engine(ParallelConfig(), mesh.single())
     engine.load("tiny", str(write(tmp_path / "flux3-edit.safetensors", "flux3-edit")), "default")
     model, sample = engine.models["tiny"], request("flux3-edit")
-    plain = diffusers.Flux3Transformer2DModel(**model.config).eval()
+    plain = diffusers.Flux3Transformer2DModel(**model.checkpoint.config).eval()
     plain.load_state_dict(
         {name.replace(".layer.", "."): value for name, value in model.transformer.state_dict().items()}
     )
@@ -151,7 +151,7 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
             model.transformer,
             model.family,
             model.family.io.arguments(
-                model.config, grid, model.family.io.of_latent(latent, grid), time[0], cond
+                model.checkpoint.config, grid, model.family.io.of_latent(latent, grid), time[0], cond
             ),
         ),
         grid,

@@ -335,7 +335,7 @@ def test_modulation_of_a_mask_is_cached_once_a_level(name, tmp_path, monkeypatch
     latent = engine.sample(sample, Callbacks())[0]
     levels, rows = transformer.transformer_blocks[0].levels, [tensor.shape[1] for tensor in given[0]]
     grid = engine.models["tiny"].family.latent.grid(
-        engine.models["tiny"].config, sample.tensors["noise"].shape[1:], sample.latent_shapes
+        engine.models["tiny"].checkpoint.config, sample.tensors["noise"].shape[1:], sample.latent_shapes
     )
     assert rows == [part.tokens for part in grid.grids] * 2 and [
         len(embed.modulation) for embed in levels
