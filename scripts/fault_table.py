@@ -45,7 +45,8 @@ from faults import (
 
 from backend import protocol
 from backend.client import pool
-from backend.client.client import BackendClient, open_socket
+from backend.client.client import BackendClient
+from backend.client.open_socket import open_socket
 from backend.client.silence import process_state
 from backend.protocol import framing
 

@@ -26,12 +26,12 @@ from pathlib import Path
 
 import torch
 
-from ..client.client import open_socket
 from ..client.launching.dependencies import ranks_versions
 from ..client.launching.launcher import BackendProcess
 from ..client.machines import machine_rendezvous
 from ..client.machines.machine_link import Link
 from ..client.machines.machines import Machines, placement
+from ..client.open_socket import open_socket
 from ..client.pack_version import pack_version
 from ..config import ConfigError, ParallelConfig
 from ..rank.start import device_of_some, own_token
