@@ -273,6 +273,7 @@ class RemoteTransformer(ElsewhereModule):
             self.cached_arguments.shortened(call),
             should_cancel=partial(status.interrupted, backend=backend),
             meanwhile=lambda: holds.append(self.cached_arguments.holds()),
+            leaves=True,
         )
         check = partial(status.check, CANCELLING, backend)
         looks = self.sampling is not None and size not in on_ranks.sizes

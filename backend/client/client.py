@@ -1,11 +1,13 @@
 """The client's end of a backend's socket: one request at a time, with progress and cancel while it runs."""
 
+import math
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from .. import protocol
 from ..errors import SHORT
@@ -30,8 +32,22 @@ GREET_SECONDS = 30.0
 #: Ranks look for Cancel before each evaluation; their GPUs are up to two steps behind.
 CANCEL_SECONDS = 120.0
 CANCEL_STEPS = 3
+#: Who may leave a cancelled request waits so long for its end.
+LEAVE_SECONDS = 1.0
 #: A request that waits for another client's leaves the queue within this long: no rank has a part in it.
 WITHDRAW_SECONDS = 5.0
+#: What the ranks compute with a model.
+Request = protocol.Sample | protocol.ModelCall
+
+
+@dataclass(frozen=True)
+class Left:
+    """A cancelled request that goes on: what its step does besides computing, when it was cancelled, and
+    until when its end is waited for (monotonic seconds)."""
+
+    reason: str
+    since: float
+    deadline: float
 
 
 class HandshakeError(BackendError):
@@ -65,6 +81,7 @@ class BackendClient:
         self.waits_since = 0.0
         #: The steps of the Sample or ModelCall under way.
         self.timer: StepTimer | None = None
+        self.left: Left | None = None
         #: Whether the last request left the queue, without any effect.
         self.withdrawn = False
         #: The reply to an Unload that began before its interrupt could take it out of the queue: it is done.
@@ -107,14 +124,11 @@ class BackendClient:
         return self._accepted(reply)
 
     def sample(
-        self,
-        message: protocol.Sample | protocol.ModelCall,
-        on_progress=nothing,
-        should_cancel=never,
-        meanwhile=nothing,
+        self, message: Request, on_progress=nothing, should_cancel=never, meanwhile=nothing, leaves=False
     ):
         """Run one Sample or ModelCall to its Result, or None where ``should_cancel`` stopped it;
-        ``meanwhile()`` runs while the ranks work.
+        ``meanwhile()`` runs while the ranks work. Who ``leaves`` waits LEAVE_SECONDS for the end of what it
+        cancels, and calls ``finish`` before anything else where that goes on (``left``).
 
         What ``on_progress(Progress)`` raises cancels the request, waits for its end and is raised again, so
         that the connection stays usable. Where the ranks hang, or their step does not end, it is closed, and
@@ -149,12 +163,12 @@ class BackendClient:
             self.close()
             raise
         except BaseException:
-            self._cancel(timer)
+            self._cancel(timer, leaves)
             raise
         finally:
             self._longest[base] = timer.longest_without_compile
             self.timer = None
-        self._cancel(timer)
+        self._cancel(timer, leaves)
         return None
 
     def send(self, message):
@@ -235,23 +249,41 @@ class BackendClient:
             raise BackendError(f"{what}; it is another program, or of another version of the pack")
         return reply
 
-    def _cancel(self, timer: StepTimer):
-        """Ask the ranks to stop, whose steps ``timer`` has seen, and wait for it. Hang up if they do not;
-        that is no error, since the caller is being cancelled anyway."""
+    def finish(self):
+        """Wait for the end of the request that is ``left``. Raises BackendError where the backend ends."""
+        assert self.left is not None
+        try:
+            self._goes_on(self.left)
+        finally:
+            self.left = None
+
+    def _cancel(self, timer: StepTimer, leaves: bool):
+        """Ask the ranks to stop, whose steps ``timer`` has seen, and wait for it."""
         self.send(protocol.Cancel())
-        deadline = time.monotonic() + max(CANCEL_SECONDS, CANCEL_STEPS * timer.likely, timer.compiling)
-        while time.monotonic() < deadline and not self._is_hung():
+        now = time.monotonic()
+        patience = max(CANCEL_SECONDS, CANCEL_STEPS * timer.likely, timer.compiling)
+        left = Left(timer.reason, since=now, deadline=now + patience)
+        if self._goes_on(left, LEAVE_SECONDS if leaves else patience):
+            self.left = left
+
+    def _goes_on(self, left: Left, seconds: float = math.inf) -> bool:
+        """Wait for the end of a cancelled request; return whether it goes on after so many seconds. Hang up
+        where the ranks hang, or do not end it by its deadline: no error, since it was cancelled anyway."""
+        while (now := time.monotonic()) < left.deadline and not self._is_hung():
+            if now >= left.since + seconds:
+                return True
             try:
                 reply = self._next()
             except BackendError:
                 if self._is_hung():
-                    return  # and was ended for it
+                    return False  # and was ended for it
                 raise
             if isinstance(reply, Failure) and reply.fatal:
                 self._accepted(reply)
             if reply is not None and not isinstance(reply, protocol.Progress):
-                return
+                return False
         self.close()
+        return False
 
     def _has_left(self, message) -> bool:
         """Take a request that waits for another client's out of the queue. Return whether its end is read,

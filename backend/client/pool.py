@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -114,14 +115,23 @@ class Backend(Connected):
 
     def release(self, room: Room | None, check=nothing, forget: Sequence[str] = ()) -> bool:
         """Have ranks give cached memory back on devices that they share with this process; return whether
-        they have: not where there are none, or while another client's request runs. ``check`` may interrupt
-        a wait for others; ``forget``: as in Release."""
+        they have: not where there are none, or while another client's request runs. After one that Cancel has
+        left they will. ``check`` may interrupt a wait for others; ``forget``: as in Release."""
         ranks = room.shared_ranks(self.welcome) if room else []
         if not ranks or not self.alive():
             return False
+        message = protocol.Release(ranks, list(forget))
+        if self.is_left:  # nobody waits for its end
+            threading.Thread(target=self._release_later, args=(message,), daemon=True).start()
+            return False
         with turn(self._busy, check):
-            done = self._request(protocol.Release(ranks, list(forget))).stats
+            done = self._request(message).stats
         return "freed" not in done  # as the answer says that comes at once
+
+    def _release_later(self, message: protocol.Release):
+        """Have ranks give cached memory back once what Cancel has left has ended."""
+        with suppress(BackendError), turn(self._busy, nothing):
+            self._request(message)
 
     def sample(
         self,
@@ -131,23 +141,28 @@ class Backend(Connected):
         meanwhile=nothing,
         room: Room | None = None,
         all_ranks: bool = False,
+        leaves=False,
     ):
         """Sample as BackendClient does; name rank and reason where the backend ends. None also where this
-        process ends it, as where a cancelled request does not end. ``room``, ``all_ranks`` as in load."""
+        process ends it, as where a cancelled request does not end. ``room``, ``all_ranks`` as in load. What
+        ``leaves`` returns soon after Cancel; until its step has ended nothing else is sent (``settled``)."""
 
         def sample(message):
             callbacks = (on_progress, should_cancel, meanwhile)
-            with turn(self._busy, partial(cancel, should_cancel)):
-                return self._explained(self.client.sample, message, *callbacks)
+            with ExitStack() as held:
+                held.enter_context(turn(self._busy, partial(cancel, should_cancel)))
+                try:
+                    return self._explained(self.client.sample, message, *callbacks, leaves)
+                finally:
+                    if self.client.left is not None:
+                        self.leave(held.pop_all())
 
         try:
             result = with_room(room, self.client, message, sample, all_ranks)
         except (CancelledError, ClosedError):  # before its turn; or somebody ends the ranks, or this process
             return None
-        if result is None and self.closed:
-            silence = self.process.silence if self.process is not None else ""
-            why = silence or "the call of the model in progress did not end in time"
-            logging.warning("parallel-dit: cancelled; the next run starts afresh, since %s.", why)
+        if result is None and not self.is_left:
+            self.report_end()
         return result
 
     def can_become(self, config: ParallelConfig) -> bool:
@@ -191,14 +206,14 @@ def backend_for(
     address that has ended since is waited for as long as for a launch.
 
     ``warn`` gets a sentence where the one at hand has ended by itself since it was last used; ``show`` a line
-    on the seconds of a launch, as often as ``check``; ``make_room()`` goes before a launch, after the end of
-    ranks that it replaces. Raises ConfigError where ``config`` cannot run here, BackendError where the
-    backend does not come up.
+    on the seconds of a launch, or of a step that Cancel has left, as often as ``check``; ``make_room()`` goes
+    before a launch, after the end of ranks that it replaces. Raises ConfigError where ``config`` cannot run
+    here, BackendError where the backend does not come up.
     """
     key = config.validate().topology()
     with turn(_lock, check):
         backend = _backends.get(key)
-        if backend is not None and backend.may_load and backend.alive():
+        if backend is not None and backend.may_load and backend.settled(check, show):
             backend.last_used = time.monotonic()
             return backend
         _report_losses(warn)
@@ -206,7 +221,7 @@ def backend_for(
         if config.address:
             backend = Backend(config, connect(config, check, show))
         else:
-            backend = _changed(config, check) or _launch(config, check, show, make_room)
+            backend = _changed(config, check, show) or _launch(config, check, show, make_room)
         _backends[key] = backend
         return backend
 
@@ -262,12 +277,12 @@ def _drop(key: tuple):
         backend.close()
 
 
-def _changed(config: ParallelConfig, check) -> Backend | None:
+def _changed(config: ParallelConfig, check, show) -> Backend | None:
     """Change the backend that we launched into ``config``; None where there is none or it has to end."""
     for key, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
         before = running.config
         names = (before.product, config.product)
-        if running.can_become(config) and running.alive():
+        if running.can_become(config) and running.settled(check, show):
             try:
                 interrupts = running.become(config, check)
             except BackendError as error:

@@ -4,7 +4,8 @@ them leave where a load or a request lacks memory."""
 import logging
 import os
 from collections.abc import Callable, Collection
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ import comfy.model_management
 
 from ...backend.client.auto import planning
 from ...backend.client.auto.model_choice import ModelChoice
+from ...backend.client.interrupts import CancelledError, cancel
 from ...backend.client.launching.launcher import ClosedError
 from ...backend.client.pool import Backend
 from ...backend.hardware.device_memory import HOST_SHARE, host_free
@@ -20,6 +22,7 @@ from ...backend.quantization.dequantized_cache import have_ranks_run_out
 from ...backend.runtime.callbacks import nothing
 from ..graph.queued_graph import running
 from .graph_requests import loaded_models, unnamed
+from .progress import NodeStatus
 from .rank_weights import RankWeights, entries, host_room, may_hold_memory
 
 Ran = TypeVar("Ran")
@@ -134,6 +137,8 @@ def register(
             del _weights[other]
 
     def free(ranks: tuple[int, ...]) -> bool:
+        if backend.is_left:
+            wait_for_left(backend)
         all_go = any(entry.all_go for entry in _entries(backend, {choice}))
         parks = not all_go or is_named(choice) or choice in loaded_models(running())
         return bool(unload(backend, choice, park=parks, ranks=ranks if parks else ()))
@@ -142,6 +147,14 @@ def register(
         _weights[name] = (backend, entries(loaded, backend.welcome, free))
     for entry in _weights[name][1]:
         entry.register()
+
+
+def wait_for_left(backend: Backend):
+    """Wait for the end of what Cancel has left, where ComfyUI wants memory of its ranks' devices: until then
+    neither weights nor what is computed leave. Cancel ends the wait, but raises nothing, as ComfyUI's memory
+    manager is in the midst of its list."""
+    with NodeStatus() as status, suppress(CancelledError):
+        backend.settled(partial(cancel, status.interrupted), status.show)
 
 
 def spare_models(backend: Backend) -> list[ModelChoice]:

@@ -16,8 +16,6 @@ from .report import pace
 
 #: Shown until the ranks have stopped.
 CANCELLING = "cancelling: the ranks end the call of the model in progress"
-#: Shown after what a first step waits for, which takes long.
-STOP = "Stop ranks in the side panel ends them now"
 #: Shown as long as the sampling runs.
 NO_PREVIEW = (
     "There is no room for previews next to the ranks on ComfyUI's GPU; sampling goes on. The preview method "
@@ -33,7 +31,8 @@ class NodeStatus:
 
     latest = ""
 
-    def __init__(self):
+    def __init__(self, backend: Connected | None = None):
+        self.backend = backend
         self.send = node_text()
         self.sentences: list[str] = []
         self.shown = ""
@@ -46,7 +45,9 @@ class NodeStatus:
         """Leave no line that is no longer true."""
         interrupt = comfy.model_management.InterruptProcessingException
         if self.shown:
-            self.show("cancelled" if kind is not None and issubclass(kind, interrupt) else "")
+            is_cancelled = kind is not None and issubclass(kind, interrupt)
+            left = self.backend.left_line if self.backend is not None else ""
+            self.show(left or "cancelled" if is_cancelled else "")
         NodeStatus.latest = ""
 
     def show(self, line: str):
@@ -63,33 +64,23 @@ class NodeStatus:
         self.show("")
 
     def interrupted(self, line: str = CANCELLING, backend: Connected | None = None) -> bool:
-        """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for, or what a
-        first step of ``backend`` does. Else show for which other client's request one to ``backend`` waits,
-        or what its first step does that takes a while."""
-        turn = (backend.wait_line or backend.step_line()) if backend is not None else ""
+        """Return whether somebody has pressed Cancel; then show ``line``, on what it waits for. Else show for
+        which other client's request one to ``backend`` waits, or what its first step does that takes a
+        while."""
+        self.backend = backend or self.backend
+        turn = (backend.wait_line or backend.step_line) if backend is not None else ""
         if turn or (self.turn and self.turn == NodeStatus.latest):  # what it has said is no longer true then
             self.show(turn)
         self.turn = turn
         is_cancelled = comfy.model_management.processing_interrupted()
         if is_cancelled:
-            self.show(cancelling(backend, line))
+            self.show(line)
         return is_cancelled
 
     def check(self, line: str, backend: Connected | None = None):
         """Raise ComfyUI's interrupt where somebody has pressed Cancel, and show ``line``; as interrupted."""
         if self.interrupted(line, backend):
             comfy.model_management.throw_exception_if_processing_interrupted()
-
-
-def cancelling(backend: Connected | None, line: str = CANCELLING) -> str:
-    """Return what a pressed Cancel waits for: what a first step of our request to ``backend`` does, and how
-    ranks of ours are ended all the same; else ``line``."""
-    if backend is None or backend.client.waiting is not None:
-        return line
-    step = backend.step_line(0.0)
-    if not step:
-        return line
-    return f"cancelling: {step}; {STOP}" if backend.process is not None else f"cancelling: {step}"
 
 
 def interrupt() -> BaseException:
@@ -113,12 +104,11 @@ class Reporter:
         holds_last: bool,
         backend: Connected | None = None,
     ):
-        self.backend = backend
         self.latest = latent
         self.total = total
         self.holds_last = holds_last
         self.bar = tqdm(total=total, disable=disable_pbar)
-        self.status = NodeStatus()
+        self.status = NodeStatus(backend)
         self.callback = callback and tolerate_preview_oom(callback, self.status)
         self.began = time.monotonic()
         self.said = float("-inf")
@@ -153,7 +143,7 @@ class Reporter:
         try:
             self.callback(step - 1, x0, x, self.total)
         except comfy.model_management.InterruptProcessingException:
-            self.status.show(cancelling(self.backend))
+            self.status.show(CANCELLING)
             raise
 
 

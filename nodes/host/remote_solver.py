@@ -61,7 +61,7 @@ class RemoteSolver:
         last = self.wants_denoised
         with Reporter(callback, noise, steps, disable_pbar, last, self.backend) as reporter:
             interrupted = partial(reporter.status.interrupted, backend=self.backend)
-            sample = partial(self.backend.sample, request, reporter, interrupted)
+            sample = partial(self.backend.sample, request, reporter, interrupted, leaves=True)
             check = partial(reporter.status.check, CANCELLING, self.backend)
             result = run_evicting_models(self.backend, self.dit.choice, sample, check)
             if result is None:

@@ -87,7 +87,8 @@ def _gpu_memory(gpus: tuple[int, ...]) -> list[dict]:
 def stop() -> dict:
     """End the ranks that this process has started, and what runs on them; hang up on others. A graph that is
     at a node of somebody else's, such as a text encoder, would start the ranks again: it ends, too."""
-    is_busy = any(backend.process and backend.is_busy for backend in pool.backends())
+    ours = [backend for backend in pool.backends() if backend.process is not None]
+    is_busy = any(backend.is_busy and not backend.is_left for backend in ours)
     if NodeStatus.latest or is_busy or executes(LOADER):
         comfy.model_management.interrupt_current_processing()
     pool.close_all()

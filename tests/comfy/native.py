@@ -50,7 +50,9 @@ class Rank:
     welcome = client_protocol.Welcome(1, "cpu", {}, [])
     config = ClientConfig()
     wait_line = ""
-    step_line = staticmethod(lambda after=0.0: "")
+    step_line = ""
+    is_left = False
+    left_line = ""
     in_use = staticmethod(nullcontext)
 
     def __init__(self, checkpoint: str):
@@ -60,9 +62,9 @@ class Rank:
         self.models = {}  # of others, which would leave the ranks where memory lacks
         self.aside = set()  # and those of them that have left
 
-    def sample(self, message, on_progress, should_cancel, room=None, all_ranks=False):
+    def sample(self, message, on_progress, should_cancel, room=None, all_ranks=False, leaves=False):
         """As a backend's own; nothing else wants the memory, so neither ``room`` nor ``all_ranks`` is
-        asked."""
+        asked, and nothing is cancelled."""
         header = json.loads(
             json.dumps({key: value for key, value in vars(message).items() if key != "tensors"})
         )

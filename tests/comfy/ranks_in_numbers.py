@@ -30,6 +30,7 @@ class Ranks:
         self.closed = False
         self.waiting = self.timer = None
         self.late_reply = None
+        self.left = None
         self.withdrawn = False
 
     def request(self, message, *_):

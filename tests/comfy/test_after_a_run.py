@@ -50,18 +50,19 @@ def test_a_preview_without_room_ends_no_sampling():
     assert steps == [0, 1, 2]
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_stop_interrupts_what_runs_on_the_ranks_alone(is_busy, monkeypatch):
-    """Ranks that wait are ended while ComfyUI goes on with a graph that has nothing to do with them."""
+@pytest.mark.parametrize("is_busy, is_left", [(False, False), (True, False), (True, True)])
+def test_stop_interrupts_what_runs_on_the_ranks_alone(is_busy, is_left, monkeypatch):
+    """Ranks that wait, or end what was cancelled, are ended while ComfyUI goes on with a graph that has
+    nothing to do with them."""
     found = []
-    backends = [SimpleNamespace(process=object(), is_busy=is_busy)]
+    backends = [SimpleNamespace(process=object(), is_busy=is_busy, is_left=is_left)]
     monkeypatch.setattr(panel.pool, "backends", lambda: backends)
     monkeypatch.setattr(panel, "executes", lambda kind: False)  # its graph has no loader
     monkeypatch.setattr(panel.pool, "close_all", lambda: found.append("closed"))
     interrupt = "interrupt_current_processing"
     monkeypatch.setattr(comfy.model_management, interrupt, lambda: found.append("interrupted"))
     panel.stop()
-    assert found == ["interrupted"] * is_busy + ["closed"]
+    assert found == ["interrupted"] * (is_busy and not is_left) + ["closed"]
 
 
 def test_times_that_cannot_be_written_cost_no_latent(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from fake_backend import TOKEN, reply, sample_message
 
 from backend.client import client as client_module
+from backend.client import connected
 from backend.client.client import BackendClient
 from backend.client.connected import Connected
 from backend.client.step_timer import COMPILES
@@ -252,8 +253,9 @@ def test_check_that_raises_closes(serve):
     assert client.closed  # its reply could come later, in place of another's
 
 
-def test_what_a_slow_first_step_waits_for_is_known_while_it_runs(serve):
-    """Cancel waits for it, and the node says for what; nothing of it is left for the next request."""
+def test_what_a_slow_first_step_waits_for_is_known_while_it_runs(serve, monkeypatch):
+    """The node says so once it takes a while; nothing of it is left for the next request."""
+    monkeypatch.setattr(connected, "SLOW_SECONDS", 0.0)
     go_on = threading.Event()
 
     def handler(connection):
@@ -269,13 +271,13 @@ def test_what_a_slow_first_step_waits_for_is_known_while_it_runs(serve):
     lines: list[str] = []
 
     def should_cancel() -> bool:
-        lines.append(backend.step_line(0.0))
+        lines.append(backend.step_line)
         if len(lines) == 2:
             go_on.set()
         return len(lines) == 5
 
     message = replace(sample_message(), compile="blocks", warmup_steps=1)
-    assert backend.step_line(0.0) == ""
+    assert backend.step_line == ""
     assert client.sample(message, should_cancel=should_cancel) is None
     assert lines[:2] == [COMPILES, COMPILES] and lines[-1] == ""
-    assert client.timer is None and backend.step_line(0.0) == ""
+    assert client.timer is None and backend.step_line == ""

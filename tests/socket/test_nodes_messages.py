@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,13 @@ from fake_backend import TOKEN, FakeBackend, reply
 from handles_in_numbers import handles
 from without_comfy import HOST, StandIn
 
+from backend.client import client as client_module
 from backend.client.auto import measurements
 from backend.client.client import BackendClient
+from backend.client.connected import LEFT, WAITS
 from backend.config import ParallelConfig
-from backend.protocol import Load, Loaded, Result, Sample, framing
+from backend.hardware.device_memory import device_name
+from backend.protocol import Cancel, Cancelled, Load, Loaded, Result, Sample, Unload, Welcome, framing
 
 CONFIG = ParallelConfig(device="cpu")
 #: What remote_solver.py imports of ComfyUI besides.
@@ -52,18 +56,31 @@ def host(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def received(host, tmp_path):
+def step():
+    """Set once a step may end that is cancelled."""
+    return threading.Event()
+
+
+@pytest.fixture
+def received(host, tmp_path, step):
     """The kinds of messages that ranks receive, which the pool has at hand as a backend of CONFIG."""
     kinds: list[type] = []
 
     def ranks(connection):
         while True:
             kinds.append(type(framing.receive(connection)))
-            done = Result({"seconds": 1.0}, {"samples": LATENT})
+            if kinds[-1] is Sample and host.management.processing_interrupted():
+                kinds.append(type(framing.receive(connection)))
+                assert step.wait(120)
+                reply(connection, Cancelled())
+                continue
+            left = {"left": [0], "freed": True}
+            done = Result(left if kinds[-1] is Unload else {"seconds": 1.0}, {"samples": LATENT})
             reply(connection, Loaded("m", "flux", INFO) if kinds[-1] is Load else done)
 
     fake = FakeBackend(tmp_path)
-    backend = host.pool.Backend(CONFIG, BackendClient(fake.start(ranks), TOKEN))
+    welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
+    backend = host.pool.Backend(CONFIG, BackendClient(fake.start(ranks, welcome=welcome), TOKEN))
     host.pool._backends[CONFIG.topology()] = backend
     yield kinds
     host.pool.close_all()
@@ -87,3 +104,49 @@ def test_a_warm_run_sends_load_and_sample(host, received):
         received.clear()
         assert queue_sampler(host, dit, seed).equal(LATENT)
         assert received == [Load, Sample]
+
+
+def test_cancel_frees_comfyuis_queue_while_a_first_step_goes_on(host, received, step, monkeypatch):
+    """Its node waited for the step, which takes minutes where blocks compile. The next run waits, and says
+    for what; Cancel ends that wait at once, too."""
+    monkeypatch.setattr(client_module, "LEAVE_SECONDS", 0.0)
+    dit = host.handle.load(CONFIG, "/m.safetensors", "default")
+    received.clear()
+    lines = []
+    monkeypatch.setattr(host.progress, "node_text", lambda: lines.append)
+    host.management.processing_interrupted = lambda: True
+    with pytest.raises(host.management.InterruptProcessingException):
+        queue_sampler(host, dit, 1)
+    assert received == [Load, Sample, Cancel] and lines[-1].startswith(LEFT)
+
+    def throw():
+        raise host.management.InterruptProcessingException
+
+    host.management.throw_exception_if_processing_interrupted = throw
+    with pytest.raises(host.management.InterruptProcessingException):
+        queue_sampler(host, dit, 2)
+    assert lines[-1] == "cancelled" and not step.is_set()
+
+    def show(line):
+        lines.append(line)
+        step.set()
+
+    monkeypatch.setattr(host.progress, "node_text", lambda: show)
+    host.management.processing_interrupted = lambda: False
+    assert queue_sampler(host, dit, 3).equal(LATENT)
+    assert received == [Load, Sample, Cancel, Load, Sample] and any(each.startswith(WAITS) for each in lines)
+
+
+def test_weights_leave_once_a_step_that_goes_on_after_cancel_has_ended(host, received, step, monkeypatch):
+    """ComfyUI wants their memory for another model: it waits, as the step computes on the same device, unless
+    Cancel is pressed again."""
+    monkeypatch.setattr(client_module, "LEAVE_SECONDS", 0.0)
+    dit = host.handle.load(CONFIG, "/m.safetensors", "default")
+    [(backend, [weights])] = host.models_on_ranks._weights.values()
+    host.management.processing_interrupted = lambda: True
+    with pytest.raises(host.management.InterruptProcessingException):
+        queue_sampler(host, dit, 1)
+    assert not weights.free_weights() and weights.held and backend.is_left
+    host.management.processing_interrupted = lambda: False
+    threading.Timer(0.3, step.set).start()
+    assert weights.free_weights() and step.is_set() and received[-1] is Unload

@@ -50,7 +50,7 @@ def test_a_node_says_that_it_waits_for_another_client(host):
     status.send = shown.append
     backend = SimpleNamespace(
         wait_line="waiting for another client's request, 2 steps left",
-        step_line=lambda after=3.0: "",
+        step_line="",
         client=SimpleNamespace(waiting=None),
     )
     assert not status.interrupted(backend=backend) and not status.interrupted(backend=backend)
@@ -100,6 +100,7 @@ class Ranks:
         self.closed = False
         self.waiting = self.timer = None
         self.late_reply = None
+        self.left = None
         self.withdrawn = False
         self.reads: list[str] = []
         self.held: list[str] = []

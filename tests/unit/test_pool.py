@@ -21,6 +21,7 @@ class Ranks:
     welcome = Welcome(2, "cuda", {}, [], ["GPU-0", "GPU-1"])
     closed = False
     waiting = None
+    left = None
     late_reply = None
 
     def is_open(self) -> bool:

@@ -25,6 +25,7 @@ class Ranks:
         self.likely = likely
         self.welcome = WELCOME
         self.closed = False
+        self.left = None
         self.received: list = []
 
     def sample(self, message, *_, **__):

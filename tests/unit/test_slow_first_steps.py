@@ -1,12 +1,16 @@
-"""What a sampler's node says while a slow first step runs, on stand-ins for ComfyUI."""
+"""What a sampler's node says of a slow first step, also after Cancel, on stand-ins for ComfyUI."""
 
-from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from handles_in_numbers import handles
 
-from backend.client.connected import Connected
+from backend.client.client import Left
+from backend.client.connected import LEFT, STOP, STOP_BOTH, WAITS, Connected
+from backend.config import ParallelConfig
+
+REASON = "the ranks compile"
 
 
 @pytest.fixture
@@ -16,34 +20,52 @@ def host():
         yield found
 
 
-def test_a_node_says_what_a_slow_first_step_waits_for(host):
-    """Once it takes a while; at once when Cancel is pressed, with what ends it. Steps keep their own line."""
+@pytest.fixture
+def backend() -> Any:
+    """Of ranks of ours, which have begun."""
+    timer = SimpleNamespace(reason=REASON, spent=1.0)
+    client: Any = SimpleNamespace(waiting=None, timer=timer, left=None)
+    process: Any = "ours"
+    return Connected(ParallelConfig(), client, process)
+
+
+def test_a_node_says_what_a_slow_first_step_does(host, backend):
+    """Once it takes a while. Steps keep their own line."""
     status = host.progress.NodeStatus()
     shown = []
     status.send = shown.append
-    timer = SimpleNamespace(reason="the ranks compile", spent=1.0)
-    client = SimpleNamespace(waiting=None, timer=timer)
-    step_line = partial(Connected.step_line, SimpleNamespace(client=client))
-    backend = SimpleNamespace(wait_line="", step_line=step_line, client=client, process="ours")
+    timer = backend.client.timer
     assert not status.interrupted(backend=backend) and shown == []
     timer.spent = 10.0
-    assert not status.interrupted(backend=backend) and shown == ["the ranks compile"]
+    assert not status.interrupted(backend=backend) and shown == [REASON]
     timer.reason = ""
     status.show("step 1/2")  # as its Progress comes
     assert not status.interrupted(backend=backend)
-    timer.reason, timer.spent = "the ranks compile", 0.5  # PipeFusion's first patches
+    timer.reason, timer.spent = REASON, 0.5  # PipeFusion's first patches
     assert not status.interrupted(backend=backend) and shown[1:] == ["step 1/2"]
-    host.management.processing_interrupted = lambda: True
-    assert status.interrupted(backend=backend)
-    client.timer = None
-    assert status.interrupted(backend=backend)
-    cancelling = f"cancelling: the ranks compile; {host.progress.STOP}"
-    assert shown[2:] == [cancelling, host.progress.CANCELLING]
 
 
-@pytest.mark.parametrize("waiting, said", [(None, "cancelling: the ranks load"), ("in a queue", "")])
-def test_stop_ranks_is_said_of_ranks_of_ours_that_run_alone(host, waiting, said):
-    """Others are only hung up on; a request in a queue leaves it at once."""
-    client = SimpleNamespace(waiting=waiting)
-    backend = SimpleNamespace(step_line=lambda after: "the ranks load", client=client, process=None)
-    assert host.progress.cancelling(backend) == (said or host.progress.CANCELLING)
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_node_says_what_goes_on_after_cancel(host, backend, is_ours):
+    """And how it is ended, where its ranks are ours; so does the next run, which waits for it."""
+    shown = []
+    backend.process = backend.process if is_ours else None
+    with pytest.raises(host.management.InterruptProcessingException), host.progress.NodeStatus() as status:
+        status.send = shown.append
+        host.management.processing_interrupted = lambda: True
+        assert status.interrupted(backend=backend) and shown == [host.progress.CANCELLING]
+        backend.client.left = Left(REASON, since=0.0, deadline=1.0)
+        raise host.progress.interrupt()
+    assert shown[1:] == ["; ".join([LEFT, REASON, *[STOP] * is_ours])]
+    waits, seconds = backend.wait_line.split(", ", 1)
+    assert waits == WAITS and seconds.endswith("; ".join([" s", REASON, *[STOP_BOTH] * is_ours]))
+
+
+def test_nothing_is_said_to_go_on_where_the_step_has_ended(host, backend):
+    shown = []
+    with pytest.raises(host.management.InterruptProcessingException), host.progress.NodeStatus() as status:
+        status.send = shown.append
+        host.management.processing_interrupted = lambda: True
+        status.interrupted(backend=backend)
+        raise host.progress.interrupt()
+    assert shown == [host.progress.CANCELLING, "cancelled"]
