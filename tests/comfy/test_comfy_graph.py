@@ -6,6 +6,8 @@ import time
 
 import pytest
 from golden_graphs import TWO_RANKS, custom_graph, error_of, graph, model_graph, ranks_of
+from parallel_dit.backend.client.connected import LEFT, WAITS
+from parallel_dit.backend.client.step_timer import BEGINS
 from safetensors.torch import load_file
 from versions import skip_without_nodes, skip_without_noise_of_its_own
 
@@ -183,6 +185,33 @@ def test_interrupt_half_way_and_again(comfy, ranks):
     assert run.status == "interrupted" and run.steps[-1][0] < 100
     assert run.texts[-2:] == ["cancelling: the ranks end the call of the model in progress", "cancelled"]
     assert error_of(comfy.run(graph("size20x12"))) < 1e-4
+    assert ranks_of(comfy) == ranks
+
+
+def test_cancel_in_a_slow_first_step_frees_the_queue(comfy, ranks):
+    """A large latent is as slow as blocks that compile. The next run waits for the step, says so, and can be
+    cancelled at once; the ranks stay."""
+
+    def press_at(line):
+        pressed = []
+
+        def press(text):
+            if line in text and not pressed:
+                pressed.append(text)
+                comfy.post("/interrupt", {})
+
+        return press
+
+    slow = graph(steps=2)
+    size = {"width": 1792, "height": 1792, "batch_size": 1}
+    slow["6"] = {"class_type": "EmptySD3LatentImage", "inputs": size}
+    slow["4"]["inputs"]["latent_image"] = ["6", 0]
+    run = comfy.run(slow, at_text=press_at(BEGINS))
+    assert run.status == "interrupted" and not run.steps and run.texts[-1].startswith(f"{LEFT}; {BEGINS}")
+    run = comfy.run(graph(), at_text=press_at(WAITS))
+    assert run.status == "interrupted" and run.texts[-1] == "cancelled"
+    run = comfy.run(graph())
+    assert error_of(run) < 1e-4 and any(text.startswith(WAITS) for text in run.texts)
     assert ranks_of(comfy) == ranks
 
 

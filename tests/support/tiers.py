@@ -69,6 +69,7 @@ LEFT_OUT = {
     "unit/test_lean_imports.py::test_nothing_is_hidden_where_something_else_needs_it": "imports everything",
     "unit/test_loading.py::test_a_stage_needs_half_of_the_memory": "writes and reads a large file",
     "comfy/test_auto.py::test_without_a_config_the_cpu_has_one_rank": "starts another backend",
+    "comfy/test_comfy_graph.py::test_cancel_in_a_slow_first_step_frees_the_queue": "a step of a minute",
     "comfy/test_auto.py::test_degrees_that_are_set_are_taken": "starts another backend",
     "comfy/test_doctor_node.py::test_full_measures_ranks_and_those_of_graphs_start_again": "minutes of ranks",
     "comfy/test_doctor_node.py::test_cancel_ends_it_and_its_ranks": "ranks of the doctor",
