@@ -11,7 +11,6 @@ LEFT_OUT = {
     "socket/test_backend_life.py": "each test starts and kills backends of its own",
     "socket/test_doctor_full.py": "starts backends one after another, and kills a rank",
     "socket/test_faults.py": "a backend, and processes that are killed",
-    "socket/test_left_steps.py::test_a_rank_that_hangs_in_a_step_that_was_left_is_found": "ends ranks",
     "socket/test_machines.py": "backends on two hosts",
     "socket/test_serve.py::test_status_sample_bench_and_stop": "starts a backend",
     "socket/test_serve.py::test_a_backend_that_ends_by_itself_ends_with_an_error": "starts a backend",
