@@ -143,7 +143,7 @@ class ModelIO:
     -> arguments of the forward. The time is the noise level, or its timestep where there is a ``schedule``:
     0-d, or (B,) where a client gives each sample its own (ModelCall).
     takes_tokens: the model's input is tokens: ``arguments`` is given these (B, N, F) instead of a latent.
-    output: the transformer's output (all outputs, where latents are nested), grid -> tokens (B, N, F).
+    output: the transformer's output, grid -> tokens (B, N, F).
     prepare: (transformer, grid), called as a request begins: sets attributes that ComfyUI derives from the
     latent.
     """

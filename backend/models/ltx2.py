@@ -16,14 +16,17 @@ from .blocks import APART, Blocks
 from .common import guide_weights
 from .common.header_config import multiplier, transformer_config
 from .common.ltx2_blocks import (
+    LATENT_LAYERS,
     LATENTS,
     MASKS,
+    PER_TOKEN,
     Attention,
     LTX2Block,
     VideoAndAudio,
     audio_corners,
     gate_by_highest_level,
     highest,
+    join_outputs,
     noise_levels,
     share_levels,
 )
@@ -41,7 +44,8 @@ ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_at
 
 def patch_module(transformer, config):
     """Patch the transformer: ComfyUI's order of attention and its gates, modulation of each noise level once,
-    weighed guides, and the connectors."""
+    weighed guides, one output, and the connectors."""
+    join_outputs(transformer)
     gate_by_highest_level(transformer, config)
     video = (transformer.time_embed, transformer.av_cross_attn_video_scale_shift)
     audio = (transformer.audio_time_embed, transformer.av_cross_attn_audio_scale_shift)
@@ -273,26 +277,6 @@ LAYOUT = Layout(
         **CONNECTOR_NAMES,
     },
 )
-#: Block arguments that have an entry for every token of video or of audio.
-PER_TOKEN = {
-    "video_rotary_emb": ("video", -2),
-    "audio_rotary_emb": ("audio", -2),
-    "ca_video_rotary_emb": ("video", -2),
-    "ca_audio_rotary_emb": ("audio", -2),
-    "temb": ("video", 1),
-    "temb_audio": ("audio", 1),
-    "temb_ca_scale_shift": ("video", 1),
-    "temb_ca_audio_scale_shift": ("audio", 1),
-}
-#: Layer of a block -> whose tokens pass it. Keys and values between both are of the other one.
-LATENT_LAYERS = {
-    "audio_to_video_attn.to_[kv]": "audio",
-    "video_to_audio_attn.to_[kv]": "video",
-    "video_to_audio_attn*": "audio",
-    "audio_to_video_attn*": "video",
-    "audio_*": "audio",
-    "*": "video",
-}
 #: Keys and values of the prompt.
 PROMPT_LAYERS = ("attn2.to_k", "attn2.to_v", "audio_attn2.to_k", "audio_attn2.to_v")
 CACHE = Cache(
@@ -315,8 +299,9 @@ FAMILY = Family(
     transformer="LTX2VideoTransformer3DModel",
     latent=replace(LATENT, nested=LATENTS),
     noise=Noise(clean_inpaint=True),
-    io=ModelIO(forward_args, takes_tokens=True, output=lambda outputs, grid: grid.join(list(outputs))),
+    io=ModelIO(forward_args, takes_tokens=True),
     blocks=Blocks(
+        output_layer="outputs",
         lists={"transformer_blocks": APART},
         adapter=VideoAndAudio(),
         attention=("video", "audio", "cross", "cross", ("video", "audio"), ("audio", "video")),

@@ -31,10 +31,10 @@ from .step_context import StepContext
 from .wire_bytes import FULL
 
 
-def model_output(transformer: nn.Module, family: Family, arguments: dict) -> Tensor | tuple:
-    """Return a transformer's output (diffusers' classes: a tuple or a tensor), all of nested latents."""
+def model_output(transformer: nn.Module, arguments: dict) -> Tensor:
+    """Return a transformer's output (diffusers' classes: a tuple or a tensor)."""
     output = transformer(**arguments, return_dict=False)
-    return output if isinstance(output, Tensor) or family.latent.nested else output[0]
+    return output if isinstance(output, Tensor) else output[0]
 
 
 class StageDone(Exception):
@@ -164,7 +164,7 @@ class Stage:
 
     def forward(
         self, arguments: dict, context: StepContext, latent: int = 0, reference: int = 0
-    ) -> Tensor | tuple | None:
+    ) -> Tensor | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
         None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
         per_block = self.adapter.per_block_text(arguments)
@@ -173,7 +173,7 @@ class Stage:
             self.structure, context, latent, reference, per_block, positions=positions, cuts=self.cuts
         )
         try:
-            return model_output(self.transformer, self.family, arguments)
+            return model_output(self.transformer, arguments)
         except StageDone:
             return None
         finally:

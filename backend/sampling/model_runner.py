@@ -246,7 +246,7 @@ class Runner:
         arguments = self._arguments(latent, context)
         model.cache.current.context = context
         if model.stage is None:
-            return model.family.io.output(model_output(model.transformer, model.family, arguments), grid)
+            return model.family.io.output(model_output(model.transformer, arguments), grid)
         reference = self.request.reference_tokens[context.prompt]
         output = model.stage.forward(arguments, context, grid.tokens, reference)
         if output is None:

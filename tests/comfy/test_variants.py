@@ -308,7 +308,6 @@ def test_one_call_is_comfyuis(name, tmp_path, monkeypatch):
     out = family.io.output(
         model_output(
             ours,
-            family,
             family.io.arguments(
                 config,
                 grid,

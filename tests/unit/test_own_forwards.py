@@ -46,7 +46,7 @@ class Call:
 
     def ours(self) -> torch.Tensor:
         """Return the tokens that the family makes of it."""
-        output = model_output(self.transformer, self.family, self.arguments)
+        output = model_output(self.transformer, self.arguments)
         return self.family.io.output(output, self.grid)
 
 

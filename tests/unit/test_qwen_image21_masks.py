@@ -51,7 +51,7 @@ def test_all_blocks_share_a_mask_that_goes_with_the_request(padded, tmp_path, mo
     arguments = family.io.arguments(
         checkpoint.config, grid, family.io.of_latent(latent, grid), torch.tensor(0.7), cond
     )
-    model_output(checkpoint.transformer, family, arguments)
+    model_output(checkpoint.transformer, arguments)
     del arguments  # of a request
     gc.collect()
     assert len(masks) == checkpoint.block_count > 1

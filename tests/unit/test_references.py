@@ -149,7 +149,6 @@ def test_flux3_is_given_references_as_diffusers_gives_them(tmp_path):
     found = model.family.io.output(
         model_output(
             model.transformer,
-            model.family,
             model.family.io.arguments(
                 model.checkpoint.config, grid, model.family.io.of_latent(latent, grid), time[0], cond
             ),
@@ -204,7 +203,7 @@ def test_qwen_image21_is_given_references_as_diffusers_gives_them(branch, tmp_pa
     grid = TokenGrid(tuple(latent.shape[1:]), (1, 1, 1))
     found = family.io.output(
         model_output(
-            ours, family, family.io.arguments(config, grid, family.io.of_latent(latent, grid), time[0], cond)
+            ours, family.io.arguments(config, grid, family.io.of_latent(latent, grid), time[0], cond)
         ),
         grid,
     )
@@ -245,7 +244,6 @@ def test_qwen_image21_makes_images_of_odd_sides(tmp_path):
     found = family.io.output(
         model_output(
             ours,
-            family,
             family.io.arguments(config, grid, family.io.of_latent(latent, grid), torch.tensor(0.7), cond),
         ),
         grid,

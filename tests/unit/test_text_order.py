@@ -37,7 +37,7 @@ def ours(checkpoint, grid, latent, cond):
     """The tokens that the family's forward returns."""
     io = checkpoint.family.io
     arguments = io.arguments(checkpoint.config, grid, latent, torch.tensor(0.7), cond)
-    return io.output(model_output(checkpoint.transformer, checkpoint.family, arguments), grid)
+    return io.output(model_output(checkpoint.transformer, arguments), grid)
 
 
 @pytest.mark.parametrize("mask", [HOLES, None], ids=["holes", "whole"])

@@ -28,7 +28,7 @@ from released_sizes import DryFiles, request_of
 
 from backend.config import ParallelConfig
 from backend.loading.recognition import open_checkpoint, recognise
-from backend.models.common.ltx2_blocks import LTX2Block
+from backend.models.common.ltx2_blocks import Levels, LTX2Block
 from backend.models.hunyuan_video import SingleBlock
 from backend.models.ltxv import VideoBlock
 
@@ -85,6 +85,27 @@ def test_a_mask_gives_what_a_timestep_for_each_token_does(name, sigma, soft, tmp
         assert checkpoint.transformer.call.modulation is None
 
 
+@torch.inference_mode()
+def test_ltx2_holds_no_levels_between_calls(tmp_path):
+    """Those of a soft mask are as many as tokens."""
+    checkpoint = open_checkpoint(str(write(tmp_path / "ltx2-i2v.safetensors", "ltx2-i2v")))
+    checkpoint.load(range(checkpoint.block_count), torch.float32, torch.device("cpu"))
+    sample, family = request("ltx2-i2v"), checkpoint.family
+    shape = tuple(sample.tensors["noise"].shape[1:])
+    grid = family.latent.grid(checkpoint.config, shape, sample.latent_shapes, [])
+    names = [name for name in sample.tensors if name.startswith("positive.")]
+    cond = {name.partition(".")[2]: sample.tensors[name] for name in names}
+    tokens = family.io.of_latent(sample.tensors["noise"][:1], grid)
+    arguments = family.io.arguments(checkpoint.config, grid, tokens, torch.tensor(0.7), cond)
+    levels = [each for each in checkpoint.transformer.modules() if isinstance(each, Levels)]
+    seen: list[Any] = []
+    outputs: Any = checkpoint.transformer.outputs
+    outputs.register_forward_pre_hook(lambda *_: seen.extend(each.embedding for each in levels))
+    checkpoint.transformer(**arguments, return_dict=False)
+    assert any(each is not None for each in seen)
+    assert all(each.modulation is None and each.embedding is None for each in levels)
+
+
 def checkpoint_of(name: str):
     """A variant, or a family, of meta tensors."""
     shapes = (described(name) if name in VARIANTS else facts(name))["shapes"]
@@ -119,7 +140,7 @@ def test_a_mask_adds_hardly_anything_to_what_ranks_hold(name, method, monkeypatc
 
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "whole"])
 @pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"pipefusion_degree": 2}], ids=str)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", [*CLASSES, "ltx2-i2v", "ltx25-i2v"])
 def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, name, degrees, masked):
     """With a mask as without one: each token has the last modulation of its level."""
     sample = request(name)
@@ -132,8 +153,12 @@ def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, name, degree
     def watched(*args):
         model = load(*args)
         layer = model.transformer.get_submodule(model.family.blocks.output_layer)
-        layer.register_forward_pre_hook(lambda layer, args: seen.append(args[0].shape[1]))
+        layer.register_forward_pre_hook(see)
         return model
+
+    def see(layer, args):
+        inputs = args[0] if isinstance(args[0], tuple) else args[:1]  # of several latents
+        seen.append(sum(each.shape[1] for each in inputs))
 
     shapes = described(name)["shapes"]
     monkeypatch.setattr(launches, "load", watched)
@@ -141,7 +166,10 @@ def test_the_last_layer_sees_the_tokens_of_its_forward(monkeypatch, name, degree
     monkeypatch.setattr(launches, "checkpoint_of", lambda family: launches.with_shapes(name, shapes))
     config = replace(ParallelConfig(), **degrees)
     whole = launches.run(VARIANTS[name].family, config, 1, Count()).request.grid.tokens
-    assert max(seen[-2:]) < whole and sum(seen[-2:]) == whole
+    if config.ulysses_degree > 1:  # of two prompts, each the second half
+        assert seen[-2:] == 2 * [whole - whole // 2]
+    else:  # of two prompts in two patches
+        assert max(seen[-4:]) < whole and sum(seen[-4:]) == 2 * whole
 
 
 class Read(torch.nn.Module):

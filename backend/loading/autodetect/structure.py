@@ -191,7 +191,7 @@ def check_cut(transformer: nn.Module, cut: Family, grid: TokenGrid, arguments: d
     lists = {name: list(getattr(transformer, name)) for name in cut.blocks.lists}
     total = sum(map(len, lists.values()))
     with torch.inference_mode():
-        reference = cut.io.output(model_output(transformer, cut, arguments), grid)
+        reference = cut.io.output(model_output(transformer, arguments), grid)
         stage = Stage(transformer, cut, mesh.single(), range(total))
         buffers = KVBuffers(1)
         stage.begin_request("auto", buffers)

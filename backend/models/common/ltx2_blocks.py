@@ -3,7 +3,8 @@ without tokens, and noise levels of single tokens."""
 
 from functools import partial, wraps
 from inspect import signature
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from diffusers.models.transformers.transformer_ltx2 import (
     LTX2AdaLayerNormSingle,
     LTX2AudioVideoAttnProcessor,
     LTX2AudioVideoRotaryPosEmbed,
+    LTX2VideoTransformer3DModel,
     LTX2VideoTransformerBlock,
     apply_interleaved_rotary_emb,
     apply_split_rotary_emb,
@@ -20,9 +22,10 @@ from ..blocks import BlockAdapter
 from ..family import Nested
 from . import guide_weights
 from .call_state import call_state
+from .nested_output import NestedOutput
 from .request_arguments import once
 from .shape_only import join_latents
-from .token_levels import distinct, levels_of
+from .token_levels import distinct, levels_of, modulate_arriving
 
 #: Audio: channels and frequencies of a latent, one moment of which is a token.
 CHANNELS, FREQUENCIES = 8, 16
@@ -40,6 +43,26 @@ LATENTS = Nested(
 )
 #: Arguments, and results, of a block: the tokens of each latent.
 STREAMS = ("hidden_states", "audio_hidden_states")
+#: Block arguments that have an entry for every token of video or of audio.
+PER_TOKEN = {
+    "video_rotary_emb": ("video", -2),
+    "audio_rotary_emb": ("audio", -2),
+    "ca_video_rotary_emb": ("video", -2),
+    "ca_audio_rotary_emb": ("audio", -2),
+    "temb": ("video", 1),
+    "temb_audio": ("audio", 1),
+    "temb_ca_scale_shift": ("video", 1),
+    "temb_ca_audio_scale_shift": ("audio", 1),
+}
+#: Layer of a block -> whose tokens pass it. Keys and values between both are of the other one.
+LATENT_LAYERS = {
+    "audio_to_video_attn.to_[kv]": "audio",
+    "video_to_audio_attn.to_[kv]": "video",
+    "video_to_audio_attn*": "audio",
+    "audio_to_video_attn*": "video",
+    "audio_*": "audio",
+    "*": "video",
+}
 #: Arguments of a block that Levels makes, in the order of LTX2Block.levels.
 MODULATIONS = ("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift")
 
@@ -65,6 +88,11 @@ class VideoAndAudio(BlockAdapter):
 
     def unchanged(self, blocks, call):
         return tuple(call[name] for name in STREAMS)
+
+    def leave(self, transformer, tokens):
+        spans = {name: tokens.sequence.latent_span(name) for name in LATENTS.names}
+        own = {name: tokens.local.image.within(span).indices for name, span in spans.items()}
+        cast(Any, transformer).call.own = own
 
     def joined(self, latents):
         """Join the tokens (B, n, F) of video and audio into one tensor (B, N, F)."""
@@ -128,23 +156,37 @@ class Attention(LTX2AudioVideoAttnProcessor):
         return attn.to_out[0](out.transpose(1, 2).flatten(2))
 
 
+class TwoOutputs(LTX2VideoTransformer3DModel):
+    """diffusers' model, whose outputs for both latents are one tensor."""
+
+    outputs: Any
+
+    @wraps(LTX2VideoTransformer3DModel.forward)
+    def forward(self, *args, **kwargs):
+        return (self.outputs(super().forward(*args, **kwargs)),)
+
+
 class Levels(LTX2AdaLayerNormSingle):
     """Compute modulation once per noise level, of which a mask has a few, and give blocks each token's index.
 
     A video of 1280 x 704 pixels and 121 frames has 14080 tokens, whose modulation is 9 x 4096 numbers each.
-    call: what share_levels keeps. latent: whose tokens these are, as LATENTS names them.
+    call: what share_levels keeps. latent: whose tokens these are, as LATENTS names them. modulation,
+    embedding: of the levels of the call under way.
     """
 
     call: Any
     latent: str
+    modulation: Any
+    embedding: Any
 
     def forward(self, timestep, added_cond_kwargs=None, batch_size=None, hidden_dtype=None):
         if timestep.numel() == batch_size:
             return super().forward(timestep, added_cond_kwargs, batch_size, hidden_dtype)
         levels, level_of_token = self.call.noise_levels[self.latent]
         found: Any = super().forward(levels, added_cond_kwargs, batch_size, hidden_dtype)
-        self.modulation, embedding = found
-        return level_of_token[:, None], embedding[level_of_token]
+        self.modulation, self.embedding = found
+        # that of one token: the last modulation is given each token's level (modulate_arriving)
+        return level_of_token.reshape(-1, 1), self.embedding[:1].expand(batch_size, -1)
 
     def of(self, tokens):
         """Return what get_mod_params takes for ``tokens``, a block's slice of what ``forward`` returned."""
@@ -152,25 +194,50 @@ class Levels(LTX2AdaLayerNormSingle):
 
 
 def noise_levels(grid, cond, sigma, batch, factor):
-    """Return what Levels takes of latents with a mask: the few levels times ``factor``, and each token's."""
+    """Return what Levels takes of latents with a mask: the few levels times ``factor``, and each token's
+    (B, tokens)."""
     of_latents = {}
     for part, latent, name in zip(grid.grids, LATENTS.names, MASKS):
         if name in cond:
             tokens = part.to_tokens(cond[name].float())[..., 0]
             levels, indices = levels_of(once(cond, name, partial(distinct, tokens)), sigma, batch)
-            of_latents[latent] = (levels * factor, indices)
+            of_latents[latent] = (levels * factor, indices.view(batch, -1))
     return of_latents
 
 
 def share_levels(transformer, modules):
     """Let the transformer's forward take ``noise_levels``: of each latent with a mask, what ``levels_of``
-    returns. ``modules``: latent -> its Levels."""
-    call = call_state(transformer, {"noise_levels": {}})
+    returns. ``modules``: latent -> its Levels, the first of which embeds its timestep."""
+    call = call_state(transformer, {"noise_levels": {}}, own={}, normed=None)
+    transformer.call = call
     for latent, embeds in modules.items():
         for embed in embeds:
             embed.__class__ = Levels
             embed.call = call
             embed.latent = latent
+            embed.modulation = embed.embedding = None
+        prefix = "" if latent == LATENTS.names[0] else f"{latent}_"
+        modulate_arriving(transformer, prefix, call, partial(_last_levels, embeds[0]))
+
+    def release(*called):
+        for embed in chain(*modules.values()):
+            embed.modulation = embed.embedding = None
+
+    transformer.register_forward_hook(release, always_call=True)
+
+
+def _last_levels(embed):
+    """Return what modulate_arriving asks for; ``embed``: a latent's embedder of the timestep."""
+    if embed.embedding is None:
+        return None
+    _, level_of_token = embed.call.noise_levels[embed.latent]
+    return embed.embedding, level_of_token[:, embed.call.own.get(embed.latent, slice(None))]
+
+
+def join_outputs(transformer):
+    """Join the outputs for both latents behind their last layers."""
+    transformer.__class__ = TwoOutputs
+    transformer.outputs = NestedOutput(LATENTS.order)
 
 
 #: What a block takes, in order.

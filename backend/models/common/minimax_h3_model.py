@@ -4,23 +4,10 @@ from typing import Any
 
 from diffusers.models.modeling_utils import get_parameter_dtype
 from diffusers.models.transformers import transformer_minimax_h3 as theirs
-from torch import nn
 
 from .call_state import call_state
-from .shape_only import has_values, join_latents, shape_only
-
-
-class NestedOutput(nn.Module):
-    """What Blocks.output_layer names of a model that denoises several latents, each with a last layer: after
-    it the outputs of a rank's own tokens are filled up to those of all latents, in one tensor. It has no
-    weights."""
-
-    def __init__(self, order: tuple[int, ...]):
-        super().__init__()
-        self.order = order
-
-    def forward(self, latents):
-        return join_latents(latents, self.order)
+from .nested_output import NestedOutput
+from .shape_only import has_values, shape_only
 
 
 class Packed(theirs.MiniMaxH3Transformer3DModel):

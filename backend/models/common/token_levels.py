@@ -28,25 +28,42 @@ def share_levels(transformer: Any, modules: Iterable[nn.Module]):
     for module in modules:
         vars(module)["levels"] = levels
 
-    def keep(norm, args, normed):
-        """Have diffusers modulate one token, which nobody reads."""
+    def last_levels():
         if levels.level_of_token is None:
             return None
-        levels.normed = normed
+        return levels.embedding, levels.level_of_token[:, levels.own]
+
+    modulate_arriving(transformer, "", levels, last_levels)
+
+
+def modulate_arriving(transformer: Any, prefix: str, call: Any, last_levels: Callable[[], Any]):
+    """Apply the last modulation to the tokens that arrive between the layers norm_out and proj_out, whose
+    names begin with ``prefix``.
+
+    last_levels: () -> the levels' embedding (levels, D) and the level of each of these tokens (B, n) in the
+    call under way; None where a sample has one level, which diffusers' own modulation is for. call: the state
+    of a call (call_state), whose ``normed`` is None in between.
+    """
+
+    def keep(norm, args, normed):
+        """Have diffusers modulate one token, which nobody reads."""
+        if last_levels() is None:
+            return None
+        call.normed = normed
         return normed[:, :1]
 
     def modulate(projection, args):
-        if levels.normed is None:
+        if call.normed is None:
             return None
-        table = transformer.scale_shift_table.view(2, -1)  # shift, scale
-        embedding = levels.embedding[:, None].expand(-1, 2, -1)
-        part = added_part(table, embedding, levels.level_of_token[:, levels.own], scales=(1,))
-        x = levels.normed * part(1)
-        levels.normed = None
+        embedding, level_of_token = last_levels()
+        table = getattr(transformer, f"{prefix}scale_shift_table").view(2, -1)  # shift, scale
+        part = added_part(table, embedding[:, None].expand(-1, 2, -1), level_of_token, scales=(1,))
+        x = call.normed * part(1)
+        call.normed = None
         return ((x + part(0)).to(args[0].dtype),)
 
-    transformer.norm_out.register_forward_hook(keep)
-    transformer.proj_out.register_forward_pre_hook(modulate)
+    transformer.get_submodule(f"{prefix}norm_out").register_forward_hook(keep)
+    transformer.get_submodule(f"{prefix}proj_out").register_forward_pre_hook(modulate)
 
 
 def part_of_tokens(modulation: Tensor, level_of_token: Tensor | None) -> Callable[[int], Tensor]:
