@@ -33,5 +33,10 @@ def join_latents(latents: Sequence[Tensor], order: tuple[int, ...]) -> Tensor:
     widest = max(latents, key=lambda latent: latent.shape[2])
     if not all(map(has_values, latents)):
         return shape_only(widest, sum(latent.shape[1] for latent in latents))
-    width = widest.shape[2]
-    return torch.cat([F.pad(latents[i], (0, width - latents[i].shape[2])) for i in order], dim=1)
+    return torch.cat([_widened(latents[i], widest.shape[2]) for i in order], dim=1)
+
+
+def _widened(tokens: Tensor, width: int) -> Tensor:
+    """Add zeros up to ``width``; of none F.pad would make a copy."""
+    missing = width - tokens.shape[2]
+    return F.pad(tokens, (0, missing)) if missing else tokens
