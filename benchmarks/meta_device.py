@@ -7,6 +7,7 @@ Collectives are stand-ins that take and return tensors of the right size.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -167,6 +168,7 @@ def _reader(count: Count, name: str, own, value):
 
 
 def _indexed(count: Count, own):
+    @wraps(own)  # subclasses of tensors are told this name
     def access(self, index, *value):
         parts = index if isinstance(index, tuple) else (index,)
         if self.device.type == "meta" and any(isinstance(each, list) for each in parts):

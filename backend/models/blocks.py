@@ -37,10 +37,6 @@ class BlockAdapter:
         the arguments of the transformer's forward."""
         return 0
 
-    def latents(self, call: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-        """Name the latents of the image stream, and count their tokens, if blocks attend to them apart."""
-        return ()
-
     def image(self, blocks: "Blocks", call: Mapping[str, Any]) -> Tensor:
         """Return the image stream among a block's arguments."""
         return call[blocks.image]

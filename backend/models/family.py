@@ -222,7 +222,9 @@ class Cache:
     the latent's tokens, and references if no list is IMAGE_ONLY. Stages after the first call them once a
     prompt, and get zeros of the shape: they are sent tokens with values. token_modules: their layers that
     make each token of its own input alone: linear ones, and convolutions whose stride is their kernel. The
-    first stage gives them the tokens of its forward alone.
+    first stage gives them the tokens of its forward alone. token_latents: of nested latents, whose tokens
+    each of them is given. references_first: they are given references before the latent's tokens, which
+    count_text_tokens counts.
     static_text: text does not change with the step: its tokens run through the blocks in a prompt's first
     evaluation alone, and their keys and values are cached.
     """
@@ -236,6 +238,8 @@ class Cache:
     step_modules: tuple[str, ...] = ()
     image_modules: tuple[str, ...] = ()
     token_modules: tuple[str, ...] = ()
+    token_latents: Mapping[str, str] = field(default_factory=dict)
+    references_first: bool = False
     static_text: bool = False
 
 

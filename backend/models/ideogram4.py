@@ -163,6 +163,7 @@ FAMILY = Family(
         prompt_modules=("rotary_emb", "llm_cond_proj"),
         step_modules=("t_embedding", "adaln_proj", "final_layer.adaln_modulation"),
         image_modules=("input_proj",),
+        token_modules=("input_proj",),
     ),
     layout=LAYOUT,
 )

@@ -259,6 +259,7 @@ FAMILY = Family(
         prompt_modules=("text_fusion", "txt_in", "rotary_emb"),
         step_modules=("time_embed", "time_mod_proj"),
         image_modules=("img_in",),
+        token_modules=("img_in",),
     ),
     layout=LAYOUT,
 )

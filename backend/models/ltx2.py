@@ -293,6 +293,8 @@ CACHE = Cache(
     # layers of Levels alone, which notes each token's level at every call
     step_modules=tuple(f"{name}.{layer}" for name in TIMES.values() for layer in ("emb", "silu", "linear")),
     image_modules=("proj_in", "audio_proj_in"),
+    token_modules=("proj_in", "audio_proj_in"),
+    token_latents={"proj_in": "video", "audio_proj_in": "audio"},
 )
 FAMILY = Family(
     name="ltx2",

@@ -310,6 +310,8 @@ FAMILY = Family(
         prompt_modules=("txt_in", "pos_embed"),
         step_modules=("time_text_embed", "modulation", *LAST_MODULATION),
         image_modules=("img_in",),
+        token_modules=("img_in",),
+        references_first=True,
     ),
     build=Build(patch_module=patch_module),
     tensor_plan=None,

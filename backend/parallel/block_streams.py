@@ -16,7 +16,7 @@ from ..models.common.shape_only import shape_only
 from ..models.family import Family
 from .local_embedding import LocalTokens
 from .request_caches import Positions, cuts_of, select
-from .sequence import EMPTY, SequenceLengths, Span, TokenShards, whole_sequence
+from .sequence import EMPTY, SequenceLengths, Span, TokenShards, latent_span, whole_sequence
 from .step_context import StepContext
 
 Streams = dict[str, Any]
@@ -103,7 +103,8 @@ def token_shards(
 class Forward:
     """One forward of the transformer under way on this rank.
 
-    latent, reference, per_block_text, latents: see SequenceLengths. skips: block -> image tokens (b, tokens,
+    latent: image tokens, of which ``latents`` has each nested one's. reference, per_block_text: see
+    SequenceLengths. skips: block -> image tokens (b, tokens,
     D) for long skips. positions, cuts: of the request: an argument -> its cuts, since the same object comes
     to every block, and often at every step.
     """
@@ -115,7 +116,7 @@ class Forward:
     per_block_text: int
     positions: Positions
     cuts: WeakTensorKeyDictionary
-    latents: tuple[tuple[str, int], ...] = ()
+    latents: tuple[tuple[str, int], ...]
     skips: dict[int, Tensor] = field(default_factory=dict)
     entered: TokenShards | None = None
 
@@ -125,16 +126,24 @@ class Forward:
         assert self.entered is not None, "block 0 comes first"
         return self.entered
 
-    def embedded(self, tokens: int, rank: int, size: int, shares: tuple) -> tuple[Span, ...]:
+    def embedded(
+        self, tokens: int, latent: str, with_text: bool, rank: int, size: int, shares: tuple
+    ) -> tuple[Span, ...]:
         """Return which of the ``tokens`` of an embedder go into the blocks of the SP rank ``rank``: of the
-        latent, and of references where these follow it. () for all, and for tokens of something else."""
-        if tokens not in (self.latent, self.latent + self.reference):
-            return ()
+        latent, or of the nested one that is named ``latent``, and with the text of its references. () for
+        all, and for tokens of something else."""
         image = self.context.image or Span(0, self.latent)
-        spans = [image.shard(rank, size, shares)]
-        if tokens > self.latent and self.context.with_text:
-            spans.append(Span(self.latent, tokens))
-        return () if sum(map(len, spans)) == tokens else tuple(spans)
+        whole = latent_span(self.latents, latent) or Span(0, self.latent)
+        own = image.shard(rank, size, shares).within(whole)
+        given = tokens - len(whole)
+        if self.structure.family.cache.references_first and given >= 0:
+            spans = [Span(0, given if with_text else 0), own.moved(given)]
+        elif given in (0, self.reference):
+            spans = [own, Span(len(whole), tokens if with_text else len(whole))]
+        else:
+            return ()
+        needed = tuple(span for span in spans if len(span)) or (EMPTY,)
+        return () if sum(map(len, needed)) == tokens else needed
 
     def streams(self, index: int, call: dict[str, Any]) -> Streams:
         """Return this rank's tokens among a block's arguments; whole where they enter."""
@@ -194,14 +203,12 @@ class Forward:
 
     def _local_image(self, image: Tensor) -> Tensor:
         shard = self.tokens.local
-        if isinstance(image, LocalTokens):
-            assert image.spans[0] == shard.image, "an embedder is given the tokens of the forward"
-            latent, references = image.local.tensor_split((len(shard.image),), dim=1)
-        else:
-            latent, references = image[:, shard.image.indices], image[:, self.tokens.sequence.image :]
-        if not len(shard.reference):
-            return latent
-        return torch.cat([latent, references[:, shard.reference.indices]], dim=1)
+        own = image[:, shard.image.indices]
+        if len(shard.reference):
+            references = image[:, self.tokens.sequence.image :]
+            own = torch.cat([own, references[:, shard.reference.indices]], dim=1)
+        assert not isinstance(own, LocalTokens), "an embedder is given the tokens of the forward"
+        return own
 
     def put_streams(self, index: int, call: dict[str, Any], streams: Streams, dummy: bool):
         """Put the streams into a block's arguments, and cut the others; ``dummy``: text is a dummy token."""

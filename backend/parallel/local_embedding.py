@@ -1,11 +1,12 @@
 """Embedders of the latent on the first stage, which are given the tokens of this rank's forward and no others
 (Cache.token_modules)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import nan, prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -14,8 +15,9 @@ from ..quantization.packed_weight import PackedWeight
 from .comm import cat_or_same
 from .sequence import Span
 
-#: Tokens of an embedder -> which of them go into this rank's blocks; () for all of them.
-Needed = Callable[[int], tuple[Span, ...]]
+#: Tokens of an embedder, and the nested latent that it embeds ("" for all) -> which of them go into this
+#: rank's blocks; () for all of them.
+Needed = Callable[[int, str], tuple[Span, ...]]
 
 
 class LocalTokens(Tensor):
@@ -39,7 +41,8 @@ class LocalTokens(Tensor):
         cls, shape: tuple[int, ...], local: Tensor, spans: tuple[Span, ...], features_first: bool
     ) -> "LocalTokens":
         """Make what has this ``shape``, and the values of ``local`` alone."""
-        tokens = local[0, 0, 0].expand(shape).as_subclass(cls)
+        one = local[0, 0, 0] if local.numel() else local.new_full((), nan)
+        tokens = one.expand(shape).as_subclass(cls)
         tokens.local = local
         tokens.spans = spans
         tokens.features_first = features_first
@@ -134,8 +137,39 @@ def _add(a: Any, b: Any, **kwargs: Any) -> LocalTokens | None:
     return None if kwargs or any(part is None for part in parts) else tokens.with_local(parts[0] + parts[1])
 
 
+def _stride(tokens: LocalTokens, *dim: int) -> Any:
+    """Return the stride of all tokens as if they were in memory: they are no shape alone."""
+    return torch.empty(tokens.shape, device="meta").stride(*dim)
+
+
+def _slice(tokens: LocalTokens, key: Any) -> Tensor | None:
+    """Take consecutive tokens, ``tokens[:, lo:hi]``: a plain tensor where all of them are in memory."""
+    if tokens.ndim != 3 or tokens.features_first or not isinstance(key, tuple) or len(key) != 2:
+        return None
+    samples, which = key
+    if samples != slice(None) or not isinstance(which, slice) or which.step not in (None, 1):
+        return None
+    lo, hi, _ = which.indices(tokens.shape[1])
+    part = Span(lo, max(lo, hi))
+    within = tuple(span.within(part) for span in tokens.spans)
+    start = sum(len(span.within(Span(0, lo))) for span in tokens.spans)
+    local = tokens.local[:, start : start + sum(map(len, within))]
+    if local.shape[1] == len(part):
+        return local
+    return tokens.of((tokens.shape[0], len(part), tokens.shape[2]), local, within, False)
+
+
+def _pad(tokens: LocalTokens, pad: Any, mode: str = "constant", value: Any = None) -> LocalTokens | None:
+    """Add features at the ends of tokens."""
+    if tokens.ndim != 3 or tokens.features_first or len(pad) != 2 or mode != "constant":
+        return None
+    local = F.pad(tokens.local, pad, mode, value)
+    return tokens.of((*tokens.shape[:2], local.shape[2]), local, tokens.spans, False)
+
+
 def _cat(tensors: Any, dim: int = 0, **named: Any) -> LocalTokens | None:
-    """Join the features of the same tokens, or put tokens of references, all of them, after the latent's."""
+    """Join the features of the same tokens, or put tokens one after the other: a second latent's, of which
+    some are here too, and those of text or references, all of them."""
     first = next(each for each in tensors if isinstance(each, LocalTokens))
     if named:
         return None
@@ -149,16 +183,23 @@ def _cat(tensors: Any, dim: int = 0, **named: Any) -> LocalTokens | None:
         return first.of(
             tuple(shape), torch.cat([each.local for each in tensors], 2), first.spans, features == 1
         )
-    others = tensors[1:]
-    if first.ndim != 3 or place == 0 or any(map(_is_local, others)):
+    if first.ndim != 3 or place == 0:
         return None
-    given = [each.transpose(1, 2) if first.features_first else each for each in others]
-    spans = (*first.spans, Span(first.shape[place], shape[place]))
-    return first.of(tuple(shape), torch.cat([first.local, *given], dim=1), spans, first.features_first)
-
-
-def _is_local(value: Any) -> bool:
-    return isinstance(value, LocalTokens)
+    pieces = []
+    spans: list[Span] = []
+    start = 0
+    for each in tensors:
+        end = start + each.shape[place]
+        if not isinstance(each, LocalTokens):
+            pieces.append(each.transpose(1, 2) if first.features_first else each)
+            spans.append(Span(start, end))
+        elif each.features_first == first.features_first:
+            pieces.append(each.local)
+            spans += [span.moved(start) for span in each.spans]
+        else:
+            return None
+        start = end
+    return first.of(tuple(shape), torch.cat(pieces, dim=1), tuple(spans), first.features_first)
 
 
 def _alike(a: LocalTokens, b: LocalTokens) -> bool:
@@ -166,21 +207,26 @@ def _alike(a: LocalTokens, b: LocalTokens) -> bool:
 
 
 #: Functions, and methods, that treat tokens alike -> the same of some of them; None of arguments that do not.
-ALIKE: dict[str, Callable[..., LocalTokens | None]] = {
+ALIKE: dict[str, Callable[..., Any]] = {
     "flatten": _flatten,
     "transpose": _transpose,
     "contiguous": _contiguous,
     "to": _to,
     "add": _add,
     "cat": _cat,
+    "pad": _pad,
+    "stride": _stride,
+    "__getitem__": _slice,
 }
 
 
 class LocalEmbedder:
-    """Gives ``layer``, linear or a convolution whose stride is its kernel, the tokens that are ``needed``."""
+    """Gives ``layer``, linear or a convolution whose stride is its kernel, the tokens that are ``needed`` of
+    ``latent``."""
 
-    def __init__(self, layer: nn.Module, needed: Needed):
+    def __init__(self, layer: nn.Module, needed: Needed, latent: str = ""):
         self.needed = needed
+        self.latent = latent
         self.is_convolution = isinstance(layer, (nn.Conv2d, nn.Conv3d))
         self.spans: tuple[Span, ...] = ()
         self.shape: tuple[int, ...] = ()
@@ -199,7 +245,7 @@ class LocalEmbedder:
         return self._give_lines(layer, *args) if self.is_convolution else self._give_tokens(*args)
 
     def _give_tokens(self, x: Tensor) -> tuple | None:
-        self.spans = self.needed(prod(x.shape[1:-1]))
+        self.spans = self.needed(prod(x.shape[1:-1]), self.latent)
         if not self.spans:
             return None
         self.shape = x.shape[:-1]
@@ -211,7 +257,7 @@ class LocalEmbedder:
         counts = [side // step for side, step in zip(x.shape[2:], layer.kernel_size)]
         if any(side % step for side, step in zip(x.shape[2:], layer.kernel_size)) or frames not in ([], [1]):
             return None
-        self.spans = self.needed(prod(counts))
+        self.spans = self.needed(prod(counts), self.latent)
         if not self.spans:
             return None
         self.shape = (x.shape[0], layer.out_channels, *counts)
@@ -241,8 +287,12 @@ def _has_one_scale(layer: Any) -> bool:
 
 
 def embed_local_tokens(
-    transformer: nn.Module, patterns: tuple[str, ...], needed: Needed
+    transformer: nn.Module, patterns: tuple[str, ...], needed: Needed, latents: Mapping[str, str] = {}
 ) -> list[RemovableHandle]:
-    """Have the layers of ``patterns`` embed the tokens that are ``needed``; return the hooks."""
-    layers = [module for name, module in transformer.named_modules() if matches(name, patterns)]
-    return [handle for layer in layers for handle in LocalEmbedder(layer, needed).handles]
+    """Have the layers of ``patterns`` embed the tokens that are ``needed``; return the hooks. ``latents``:
+    layer -> the nested latent that it embeds."""
+    handles: list[RemovableHandle] = []
+    for name, layer in transformer.named_modules():
+        if matches(name, patterns):
+            handles += LocalEmbedder(layer, needed, latents.get(name, "")).handles
+    return handles

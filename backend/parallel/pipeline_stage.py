@@ -73,7 +73,10 @@ class Stage:
         for block in self.own_blocks:  # ``join`` makes another Attention: each call asks for that of now
             self.hooks += watch_values(block, family.blocks, lambda: self.attention)
         if mesh.pp.is_first:
-            self.hooks += embed_local_tokens(transformer, family.cache.token_modules, self._embedded)
+            cache = family.cache
+            self.hooks += embed_local_tokens(
+                transformer, cache.token_modules, self._embedded, cache.token_latents
+            )
         if family.blocks.output_layer:
             output_layer = transformer.get_submodule(family.blocks.output_layer)
             self.hooks.append(output_layer.register_forward_hook(self._fill))
@@ -103,10 +106,13 @@ class Stage:
         for hook in self.hooks:
             hook.remove()
 
-    def _embedded(self, tokens: int) -> tuple[Span, ...]:
-        """Return which of an embedder's ``tokens`` a forward needs here; () for all."""
+    def _embedded(self, tokens: int, latent: str) -> tuple[Span, ...]:
+        """Return which of the ``tokens`` of an embedder of ``latent`` a forward needs here; () for all."""
+        if self.current is None:
+            return ()
+        with_text = self._with_text(self.current.context)
         sp = self.mesh.sp
-        return self.current.embedded(tokens, sp.rank, sp.size, sp.shares) if self.current else ()
+        return self.current.embedded(tokens, latent, with_text, sp.rank, sp.size, sp.shares)
 
     def _fill(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Fill what the last layer made of this forward's tokens up to those of the latent."""
@@ -163,14 +169,23 @@ class Stage:
             self.pipe.post(shape, like.dtype, like.device, self.mesh.pp.neighbour(-1))
 
     def forward(
-        self, arguments: dict, context: StepContext, latent: int = 0, reference: int = 0
+        self,
+        arguments: dict,
+        context: StepContext,
+        latent: int = 0,
+        reference: int = 0,
+        latents: tuple[tuple[str, int], ...] = (),
     ) -> Tensor | None:
         """Return the transformer's output with the tokens of ``context`` filled (others are undefined), or
-        None on all but the last stage. ``latent``, ``reference``: how many tokens they have."""
+        None on all but the last stage. ``latent``, ``reference``: how many tokens they have;
+        ``latents``: those of nested ones by name."""
         per_block = self.adapter.per_block_text(arguments)
         positions = self.attention.positions
         self.current = Forward(
-            self.structure, context, latent, reference, per_block, positions=positions, cuts=self.cuts
+            *(self.structure, context, latent, reference, per_block),
+            positions=positions,
+            cuts=self.cuts,
+            latents=latents,
         )
         try:
             return model_output(self.transformer, arguments)
@@ -186,10 +201,13 @@ class Stage:
         return self._tokens(context).local.image
 
     def _tokens(self, context: StepContext) -> TokenShards:
-        with_text = context.with_text and not self.text_seen.issuperset(context.keys)
         sp = self.mesh.sp
         sequence = self.sequences[context.prompt]
+        with_text = self._with_text(context)
         return token_shards(context.image, sequence, with_text, sp.rank, sp.size, sp.shares)
+
+    def _with_text(self, context: StepContext) -> bool:
+        return context.with_text and not self.text_seen.issuperset(context.keys)
 
     # ------ what the wrapped blocks do, in this order
     def run_block(self, index: int, block: nn.Module | None, names: list[str], args: tuple, kwargs: dict):
@@ -202,7 +220,7 @@ class Stage:
             return self._pass(index, call)
         streams = forward.streams(index, call)
         if index in (0, structure.entry):
-            streams = self._enter(forward, index, call, streams)
+            streams = self._enter(forward, index, streams)
         if index == self.blocks.start and self.pipe and not self.mesh.pp.is_first:
             streams = self._receive(forward, self.pipe, streams)
         if block is not None:
@@ -236,9 +254,8 @@ class Stage:
             return call[blocks.image]
         return blocks.adapter.unchanged(blocks, call)
 
-    def _enter(self, forward: Forward, index: int, call: dict, streams: Streams) -> Streams:
+    def _enter(self, forward: Forward, index: int, streams: Streams) -> Streams:
         """Measure the sequence where streams enter, and cut them to this rank's tokens."""
-        forward.latents = self.adapter.latents(call)
         sequence = forward.sequence(index, streams)
         if index < self.structure.entry:
             self.references_first = sequence.reference > 0

@@ -48,13 +48,23 @@ class Span:
 EMPTY = Span(0, 0)
 
 
+def latent_span(latents: tuple[tuple[str, int], ...], kind: str) -> Span | None:
+    """Return where the one of this kind lies among ``latents`` (kind, tokens); None where there is none."""
+    start = 0
+    for name, tokens in latents:
+        if name == kind:
+            return Span(start, start + tokens)
+        start += tokens
+    return None
+
+
 @dataclass(frozen=True)
 class SequenceLengths:
     """How many tokens a forward has: of text, of the latent, and of references.
 
     text_position: where text sits in the joint sequence: "first", "last" or None (no joint text).
     per_block_text: tokens at the end of the text that are given to every block anew, and go no further.
-    latents: (kind of attention, tokens) of latents in the image stream, if a model attends to them apart.
+    latents: (kind of attention, tokens) of nested latents in the image stream.
     """
 
     text: int
@@ -66,12 +76,7 @@ class SequenceLengths:
 
     def latent_span(self, kind: str) -> Span | None:
         """Return where the latent of this kind lies among the image tokens; None where there is none."""
-        start = 0
-        for name, tokens in self.latents:
-            if name == kind:
-                return Span(start, start + tokens)
-            start += tokens
-        return None
+        return latent_span(self.latents, kind)
 
     def length_of(self, kind: str) -> int:
         """Count the tokens that a ``kind`` of attention reads."""

@@ -248,7 +248,8 @@ class Runner:
         if model.stage is None:
             return model.family.io.output(model_output(model.transformer, arguments), grid)
         reference = self.request.reference_tokens[context.prompt]
-        output = model.stage.forward(arguments, context, grid.tokens, reference)
+        latents = model.family.latent.named(grid)
+        output = model.stage.forward(arguments, context, grid.tokens, reference, latents)
         if output is None:
             return None
         local = model.stage.local_image(context)

@@ -2,12 +2,14 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tolerance import assert_same_bits
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import launches
@@ -15,8 +17,11 @@ from operation_count import Count
 
 from backend.config import ParallelConfig
 from backend.models.common.shape_only import has_values
+from backend.models.family import Cache
 from backend.models.patterns import matches
+from backend.parallel.block_streams import Forward
 from backend.parallel.local_embedding import LocalEmbedder, LocalTokens, embed_local_tokens
+from backend.parallel.request_caches import Positions
 from backend.parallel.sequence import Span
 from backend.quantization import kernels
 from backend.quantization.formats import FORMATS
@@ -27,15 +32,10 @@ from backend.quantization.packed_weight import PackedWeight
 #: Families whose embedders are given every token -> why.
 WHOLE = {
     "z-image-turbo": "samples are one after the other, padded",
-    "cogvideox": "text is joined within the embedder",
-    "krea2": "text is joined before the blocks",
-    "ideogram4": "text is joined before the blocks",
-    "qwen-image21": "text is joined before the blocks",
-    "minimax-h3": "two latents and the text are joined",
-    "minimax-h3-curves": "two latents and the text are joined",
-    "ltx2": "two latents are joined",
-    "ltx23": "two latents are joined",
+    "cogvideox": "frames are samples of its embedder",
 }
+#: Families of two latents, each with an embedder of its own.
+NESTED = ("ltx2", "ltx23", "minimax-h3", "minimax-h3-curves")
 METHODS = [ParallelConfig(ulysses_degree=2), ParallelConfig(pipefusion_degree=2)]
 
 
@@ -74,7 +74,7 @@ def watch(monkeypatch, seen: list[int], filled: list[torch.Size]):
     monkeypatch.setattr(LocalTokens, "whole", look_whole)
 
 
-@pytest.mark.parametrize("family", [each for each in launches.FAMILIES if each not in WHOLE])
+@pytest.mark.parametrize("family", [each for each in launches.FAMILIES if each not in (*WHOLE, *NESTED)])
 @pytest.mark.parametrize("config", METHODS, ids=["u2", "pp2"])
 def test_an_embedder_is_given_the_tokens_of_its_forward(monkeypatch, family, config):
     """And nothing fills them up before the blocks cut them."""
@@ -87,6 +87,54 @@ def test_an_embedder_is_given_the_tokens_of_its_forward(monkeypatch, family, con
         assert set(seen) == {tokens // 2}
     else:  # in every step but the first, which has no patches
         assert max(seen) < tokens and not sum(seen) % ((launches.STEPS - 1) * tokens)
+
+
+@pytest.mark.parametrize("family", NESTED)
+@pytest.mark.parametrize("config", METHODS, ids=["u2", "pp2"])
+def test_embedders_of_two_latents_are_given_those_of_both(monkeypatch, family, config):
+    """Each its own, of which a forward may have none."""
+    seen: list[int] = []
+    filled: list[torch.Size] = []
+    watch(monkeypatch, [], filled)
+    embedded = Forward.embedded
+
+    def look(self, tokens, *rest):
+        spans = embedded(self, tokens, *rest)
+        seen.append(sum(map(len, spans)) if spans else tokens)
+        return spans
+
+    monkeypatch.setattr(Forward, "embedded", look)
+    tokens = launches.run(family, config, 0, Count()).request.grid.tokens
+    assert not filled
+    sums = [a + b for a, b in zip(seen[::2], seen[1::2])]
+    if config.ulysses_degree > 1:
+        assert set(sums) == {len(Span(0, tokens).shard(0, 2))}
+        return
+    later = launches.STEPS - 1
+    prompts = len(sums) // (1 + 2 * later)  # one call of each, then two patches of each in every step
+    assert sums[:prompts] == [tokens] * prompts
+    assert max(sums[prompts:]) < tokens and sum(sums[prompts:]) == later * prompts * tokens
+
+
+@pytest.mark.parametrize("with_text", [True, False], ids=["first patch", "later patch"])
+def test_references_before_the_latent_come_with_the_text(with_text):
+    """In what an embedder is given, of MiniMax-H3's two latents (audio first) too."""
+    structure: Any = SimpleNamespace(family=SimpleNamespace(cache=Cache(references_first=True)))
+    context: Any = SimpleNamespace(image=Span(4, 10))
+    latents = (("audio", 6), ("video", 20))
+    forward = Forward(structure, context, 26, 0, 0, Positions(), WeakTensorKeyDictionary(), latents)
+
+    def needed(tokens: int, latent: str) -> tuple[Span, ...]:
+        return forward.embedded(tokens, latent, with_text, 0, 1, ())
+
+    assert needed(26, "") == (Span(4, 10),)
+    assert needed(29, "") == ((Span(0, 3), Span(7, 13)) if with_text else (Span(7, 13),))
+    assert needed(6, "audio") == (Span(4, 6),)
+    assert needed(7, "audio") == ((Span(0, 1), Span(5, 7)) if with_text else (Span(5, 7),))
+    assert needed(22, "video") == ((Span(0, 2), Span(2, 6)) if with_text else (Span(2, 6),))
+    assert needed(19, "video") == ()  # of something else
+    context.image = Span(8, 10)
+    assert [len(span) for span in needed(6, "audio")] == [0]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +159,9 @@ SPANS = [(Span(0, 5),), (Span(4, 17),), (Span(23, 24),), (Span(3, 9), Span(20, 2
 def embedded(layer: nn.Module, x: torch.Tensor, spans: tuple[Span, ...]) -> tuple[Any, torch.Tensor]:
     """What stands for all tokens of x, and all of them."""
     want = layer(x)
-    hooks = embed_local_tokens(nn.Sequential(layer), ("0",), lambda tokens: spans if tokens == 24 else ())
+    hooks = embed_local_tokens(
+        nn.Sequential(layer), ("0",), lambda tokens, latent: spans if tokens == 24 else ()
+    )
     found = layer(x)
     for hook in hooks:
         hook.remove()
@@ -173,24 +223,68 @@ def test_references_follow_the_tokens_of_the_latent(spans):
     references = [torch.randn(2, 7, count) for count in (3, 2)]
     joined = torch.cat([found.flatten(2), *references], dim=2)
     every = torch.cat([want.flatten(2), *references], dim=2)
-    assert joined.spans == (*spans, Span(24, 29)) and joined.shape == every.shape
+    assert joined.spans == (*spans, Span(24, 27), Span(27, 29)) and joined.shape == every.shape
     where = [*range(spans[0].lo, spans[0].hi), *range(24, 29)]
     assert_same_bits(joined.local, every.transpose(1, 2)[:, where])
     assert_same_bits(joined.whole()[..., where], every[..., where])
     assert joined.transpose(dim0=1, dim1=2).spans == joined.spans
-    assert type(torch.cat([references[0], found.flatten(2)], dim=2)) is torch.Tensor
+
+
+@pytest.mark.parametrize("spans", SPANS)
+def test_text_and_another_latent_come_before(spans):
+    """Text, all of it; of the other latent, which is narrower, some or none."""
+    found, want = embedded(nn.Linear(5, 7), torch.randn(2, 24, 5), spans)
+    text = torch.randn(2, 3, 7)
+    for others in (SPANS[0], (Span(0, 0),)):
+        other, others_want = embedded(nn.Linear(5, 4), torch.randn(2, 24, 5), others)
+        joined = torch.cat([text, nn.functional.pad(other, (0, 3)), found], dim=1)
+        every = torch.cat([text, nn.functional.pad(others_want, (0, 3)), want], dim=1)
+        assert type(joined) is LocalTokens and joined.shape == every.shape
+        where = [0, 1, 2]
+        where += [3 + place for span in others for place in range(span.lo, span.hi)]
+        where += [27 + place for span in spans for place in range(span.lo, span.hi)]
+        assert torch.allclose(joined.local, every[:, where], rtol=0, atol=1e-6)
+        assert joined.whole()[:, where].equal(joined.local)
+        assert joined.whole()[:, [i for i in range(51) if i not in where]].isnan().all()
+        assert_same_bits(joined[:, :3], text)
+        check(joined[:, 27:], want, spans)
+        assert has_values(joined) and has_values(other)
+
+
+@pytest.mark.parametrize("spans", SPANS)
+def test_a_slice_of_tokens_in_memory_is_a_view_of_them(spans):
+    found, want = embedded(nn.Linear(5, 7), torch.randn(2, 24, 5), spans)
+    start = 0
+    for span in spans:
+        part = found[:, span.indices]
+        assert (
+            type(part) is torch.Tensor
+            and part.untyped_storage()._cdata == found.local.untyped_storage()._cdata
+        )
+        assert_same_bits(part, found.local[:, start : start + len(span)])
+        start += len(span)
+    assert found[:, 2:2].shape == (2, 0, 7) and found[:, 30:].shape == (2, 0, 7)
+    part = found[:, 1:-1]
+    assert part.shape == (2, 22, 7)
+    torch.testing.assert_close(part * 1.0, found.whole()[:, 1:-1], rtol=0, atol=0, equal_nan=True)
+    check(found[:, :], want, spans)
 
 
 def test_what_mixes_tokens_is_given_all():
-    """Text that is put before them, larger operands, features that change places."""
+    """Larger operands, features that change places, other slices than of tokens in their order."""
     spans = SPANS[1]
     found, _ = embedded(nn.Linear(5, 7), torch.randn(1, 24, 5), spans)
     whole = found.whole()
     for function in (
-        lambda x: torch.cat([torch.ones(1, 2, 7), x], dim=1),
+        lambda x: torch.cat([torch.ones(1, 24, 7), x], dim=0),
         lambda x: x + torch.ones(3, 1, 7),
         lambda x: x.flatten(),
-        lambda x: x[:, 2:5],
+        lambda x: x[:, 2],
+        lambda x: x[:, 2:5:2],
+        lambda x: x[:, [2, 3]],
+        lambda x: x[:, 2:5, 3:],
+        lambda x: x[..., 3:],
+        lambda x: nn.functional.pad(x, (0, 0, 1, 1)),
         lambda x: x.transpose(0, 2),
         lambda x: nn.functional.layer_norm(x, (7,)),
         lambda x: torch.ones(1, 24, 7).copy_(x),
@@ -242,7 +336,7 @@ def test_inputs_under_one_scale_are_quantized_whole():
     layer: Any = nn.Identity()
     layer.weight = nvfp4_weight()
     asked: list[int] = []
-    LocalEmbedder(layer, lambda tokens: asked.append(tokens) or SPANS[0])
+    LocalEmbedder(layer, lambda tokens, latent: asked.append(tokens) or SPANS[0])
     x = torch.randn(1, 24, 64)
     assert layer(x) is x and not asked
     layer.weight = nvfp4_weight(input_scale=torch.ones(1))

@@ -71,9 +71,6 @@ class VideoAndAudio(BlockAdapter):
     """Join video and audio, which have different widths, into one image stream: audio first, the narrower
     of them ending in zeros."""
 
-    def latents(self, call):
-        return tuple((LATENTS.names[i], call[STREAMS[i]].shape[1]) for i in LATENTS.order)
-
     def image(self, blocks, call):
         return self.joined([call[name] for name in STREAMS])
 

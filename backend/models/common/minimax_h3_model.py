@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from diffusers.models.modeling_utils import get_parameter_dtype
 from diffusers.models.transformers import transformer_minimax_h3 as theirs
 
@@ -37,10 +38,10 @@ class Packed(theirs.MiniMaxH3Transformer3DModel):
         rotary_emb = self.rope(position_ids)
         text = self.token_refiner(self.context_embedder(_as(self.context_embedder, encoder_hidden_states)))
         latents = (
-            (video_indices, self.proj_in, hidden_states),
             (audio_indices, self.audio_proj_in, audio_hidden_states),
+            (video_indices, self.proj_in, hidden_states),
         )
-        joint = self._joined((text_indices, text), latents, len(position_ids))
+        joint = self._joined((text_indices, text), latents, latent_tokens, len(position_ids))
         temb = self.time_embedder(_as(self.time_embedder, self.time_proj(timestep)))
         adaln_indices = timestep_indices * theirs.MINIMAX_H3_MODALITY_NUM + token_tags
         for block in self.transformer_blocks:
@@ -48,16 +49,22 @@ class Packed(theirs.MiniMaxH3Transformer3DModel):
         given = len(timestep_indices) - sum(latent_tokens)
         return self._end(joint[:, given:], temb, timestep_indices[given:], latent_tokens[0])
 
-    def _joined(self, text, latents, count):
-        """Return the sequence (B, count, D) of text and latents, which come after their places in it; the
-        latents before their layers. On a stage that is sent all of it, it is a shape alone."""
-        pieces = [text, *((places, layer(_as(layer, tokens))) for places, layer, tokens in latents)]
-        if not all(has_values(tokens) for _, tokens in pieces):
-            return shape_only(text[1], count)
-        joint = text[1].new_empty(len(text[1]), count, text[1].shape[2])
-        for places, tokens in pieces:
-            joint.index_copy_(1, places, tokens.to(joint.dtype))
-        return joint
+    def _joined(self, text, latents, own, count):
+        """Return the sequence (B, count, D) of text, references and latents, ``own`` tokens of each latent at
+        its end. Text and latents come after their places, latents before their layers and after their
+        references. On a stage that is sent all of it, it is a shape alone."""
+        places, given = text
+        embedded = [layer(_as(layer, tokens)) for _, layer, tokens in latents]
+        if not all(has_values(tokens) for tokens in (given, *embedded)):
+            return shape_only(given, count)
+        embedded = [tokens.to(given.dtype) for tokens in embedded]
+        before = [tokens.shape[1] - length for tokens, length in zip(embedded, own)]
+        if any(before):
+            given = given.new_empty(len(given), count - sum(own), given.shape[2])
+            given.index_copy_(1, places, text[1])
+            for (where, *_), tokens, length in zip(latents, embedded, before):
+                given.index_copy_(1, where[:length], tokens[:, :length])
+        return torch.cat([given, *(tokens[:, length:] for tokens, length in zip(embedded, before))], dim=1)
 
     def _end(self, tokens, temb, times, audio_tokens):
         """Return the outputs of this rank's ``tokens`` of the latents, audio first."""
