@@ -12,7 +12,7 @@ from ..units import progress_text
 from .auto.model_choice import ModelChoice
 from .client import BackendClient, Left
 from .interrupts import POLL_SECONDS
-from .launching.launcher import BackendProcess, ClosedError
+from .launching.launcher import BackendProcess
 
 #: A wait that is shorter is not worth a line: each step of a client that keeps the loop is a request.
 SHOWN_SECONDS = 0.5
@@ -46,8 +46,6 @@ class Connected:
         self._samplings = 0
         #: Waits for the end of a request that Cancel has left.
         self._finishing: threading.Thread | None = None
-        #: Why ranks ended at it, which the next run says.
-        self._loss = ""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -114,19 +112,27 @@ class Connected:
         """Have a thread wait for the end of what Cancel has left, and hold the ``turn`` of its request until
         then: nothing else is sent. Ranks that never end it are ended as if its caller had waited."""
         name = "cancelled request"
-        self._finishing = threading.Thread(target=self._finish, args=(turn,), name=name, daemon=True)
-        self._finishing.start()
+        thread = threading.Thread(target=self._finish, args=(turn,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # this process may have no more threads
+            self._finish(turn)
+        else:
+            self._finishing = thread
 
     def _finish(self, turn: ExitStack):
         with turn:
             try:
-                self._explained(self.client.finish)
-            except ClosedError:  # somebody ends the ranks
+                self.client.finish()
+            except BackendError:  # the next run says why (loss)
+                if not self.closed:  # by somebody who ends the ranks
+                    logging.warning("parallel-dit: the backend ended in the step of a cancelled request.")
                 return
-            except BackendError as error:
-                self._loss = str(error)
-            else:
-                self.report_end()
+            finally:
+                self.last_used = time.monotonic()
+            if self.client.closed:
+                self.close()
+            self.report_end()
 
     def report_end(self):
         """Log why a cancelled request has ended its backend, where it has."""
@@ -164,7 +170,7 @@ class Connected:
         """Say why a backend ended between two requests, or after Cancel; empty where a request said it, or we
         closed it. It is said while the next run starts."""
         if self.closed:
-            return self._loss
+            return ""
         if self.process is not None:
             return self.process.failure_cause(starts_anew=True)
         why = f": {self.client.last_word}" if self.client.last_word else "."

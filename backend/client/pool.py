@@ -122,7 +122,8 @@ class Backend(Connected):
             return False
         message = protocol.Release(ranks, list(forget))
         if self.is_left:  # nobody waits for its end
-            threading.Thread(target=self._release_later, args=(message,), daemon=True).start()
+            with suppress(RuntimeError):  # this process may have no more threads
+                threading.Thread(target=self._release_later, args=(message,), daemon=True).start()
             return False
         with turn(self._busy, check):
             done = self._request(message).stats
@@ -147,21 +148,25 @@ class Backend(Connected):
         process ends it, as where a cancelled request does not end. ``room``, ``all_ranks`` as in load. What
         ``leaves`` returns soon after Cancel; until its step has ended nothing else is sent (``settled``)."""
 
+        is_left = False
+
         def sample(message):
+            nonlocal is_left
             callbacks = (on_progress, should_cancel, meanwhile)
             with ExitStack() as held:
                 held.enter_context(turn(self._busy, partial(cancel, should_cancel)))
                 try:
                     return self._explained(self.client.sample, message, *callbacks, leaves)
                 finally:
-                    if self.client.left is not None:
+                    is_left = self.client.left is not None
+                    if is_left:
                         self.leave(held.pop_all())
 
         try:
             result = with_room(room, self.client, message, sample, all_ranks)
         except (CancelledError, ClosedError):  # before its turn; or somebody ends the ranks, or this process
             return None
-        if result is None and not self.is_left:
+        if result is None and not is_left:
             self.report_end()
         return result
 
@@ -216,12 +221,15 @@ def backend_for(
         if backend is not None and backend.may_load and backend.settled(check, show):
             backend.last_used = time.monotonic()
             return backend
+        for other in list(_backends.values()):  # whose ranks may go on for this run, if they live
+            if not config.address and other.can_become(config):
+                other.settled(check, show)
         _report_losses(warn)
         _drop(key)
         if config.address:
             backend = Backend(config, connect(config, check, show))
         else:
-            backend = _changed(config, check, show) or _launch(config, check, show, make_room)
+            backend = _changed(config, check) or _launch(config, check, show, make_room)
         _backends[key] = backend
         return backend
 
@@ -277,12 +285,12 @@ def _drop(key: tuple):
         backend.close()
 
 
-def _changed(config: ParallelConfig, check, show) -> Backend | None:
+def _changed(config: ParallelConfig, check) -> Backend | None:
     """Change the backend that we launched into ``config``; None where there is none or it has to end."""
     for key, running in [(k, b) for k, b in _backends.items() if b.process is not None]:
         before = running.config
         names = (before.product, config.product)
-        if running.can_become(config) and running.settled(check, show):
+        if running.can_become(config) and running.alive():
             try:
                 interrupts = running.become(config, check)
             except BackendError as error:

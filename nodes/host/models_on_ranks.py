@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TypeVar
 
 import comfy.model_management
+from comfy_execution.utils import get_executing_context
 
 from ...backend.client.auto import planning
 from ...backend.client.auto.model_choice import ModelChoice
@@ -137,15 +138,17 @@ def register(
             del _weights[other]
 
     def free(ranks: tuple[int, ...]) -> bool:
-        if backend.is_left:
-            wait_for_left(backend)
         all_go = any(entry.all_go for entry in _entries(backend, {choice}))
+        if backend.is_left and not all_go and get_executing_context() is None:
+            return False  # --disable-smart-memory, at the end of the cancelled graph itself
+        wait_for_left(backend)
         parks = not all_go or is_named(choice) or choice in loaded_models(running())
         return bool(unload(backend, choice, park=parks, ranks=ranks if parks else ()))
 
     if name not in _weights or _weights[name][0] is not backend:
         _weights[name] = (backend, entries(loaded, backend.welcome, free))
     for entry in _weights[name][1]:
+        entry.settle = partial(wait_for_left, backend)
         entry.register()
 
 
@@ -153,6 +156,8 @@ def wait_for_left(backend: Backend):
     """Wait for the end of what Cancel has left, where ComfyUI wants memory of its ranks' devices: until then
     neither weights nor what is computed leave. Cancel ends the wait, but raises nothing, as ComfyUI's memory
     manager is in the midst of its list."""
+    if not backend.is_left:
+        return
     with NodeStatus() as status, suppress(CancelledError):
         backend.settled(partial(cancel, status.interrupted), status.show)
 

@@ -16,6 +16,7 @@ from ...backend.client.auto import planning
 from ...backend.client.room import Room, local_gpus
 from ...backend.hardware.device_memory import device_name
 from ...backend.protocol import Loaded, Welcome
+from ...backend.runtime.callbacks import nothing
 from ..graph.queued_graph import running
 from .graph_requests import loaded_models
 
@@ -44,7 +45,10 @@ class ManagerEntry(comfy.model_management.LoadedModel):
         return gone
 
     def model_offloaded_memory(self):
-        """Return minus the bytes on the device."""
+        """Return minus the bytes on the device. The manager asks where a node wants memory there: a step that
+        goes on after Cancel may yet take what is free."""
+        if get_executing_context() is not None:
+            self.model.settle()
         return -self.model.loaded_size()
 
 
@@ -57,6 +61,8 @@ class RankWeights(comfy.model_patcher.ModelPatcher):
     def __init__(self, device: torch.device, size: int, free: Free, ranks: tuple[int, ...]):
         super().__init__(TransformerOnRanks(), device, torch.device("cpu"), size)
         self.free = free
+        #: Waits for the end of a step that goes on after Cancel.
+        self.settle = nothing
         self.ranks = ranks
         self.held = False
         #: Whether they left with all models, by somebody's wish.

@@ -151,7 +151,35 @@ def test_a_backend_that_ends_in_a_step_that_was_left_says_so_in_the_next_run(slo
     warnings = []
     with pytest.raises(ConfigError):  # the address is not allowed
         pool.backend_for(FAKE, warn=warnings.append)
-    assert len(warnings) == 1 and "lost" in warnings[0] and found.loss() == warnings[0]
+    assert len(warnings) == 1 and warnings[0].startswith("The backend at tcp:host:1 has hung up since")
+
+
+def test_a_run_of_other_degrees_is_told_so_too(slow, monkeypatch):
+    """Its ranks would have been those of the step that was left."""
+    ranks, found = slow
+    ranks.dies = True
+    cancel(found)
+    monkeypatch.setattr(Backend, "can_become", lambda self, config: True)
+    monkeypatch.setattr(pool, "_launch", lambda *given: found)
+    threading.Timer(0.3, ranks.step.set).start()
+    warnings, lines = [], []
+    pool.backend_for(ParallelConfig(pipefusion_degree=2), warn=warnings.append, show=lines.append)
+    assert len(warnings) == 1 and "has hung up since" in warnings[0] and lines[0].startswith(WAITS)
+
+
+def test_cancel_waits_where_no_thread_can_start(slow, monkeypatch):
+    """The lock of the backend would be held for good."""
+    ranks, found = slow
+
+    def start(thread):
+        ranks.step.set()
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        cancel(found)
+    assert not found.is_left and not found.is_busy
+    assert found.sample(sample_message()) == Result()
 
 
 def test_nobody_uses_ranks_that_end_what_was_cancelled(slow):
