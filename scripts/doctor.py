@@ -24,6 +24,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +78,8 @@ def run_backend(facts, chosen: argparse.Namespace) -> Iterable:
     from doctor_next import advised
 
     def full(facts) -> Iterable:
+        if facts.hang:  # torch then asks the driver for nothing
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         import doctor_runs  # which needs most packages
 
         return doctor_runs.full(chosen, facts, began=BEGAN)
@@ -114,7 +117,8 @@ def end_in_order(number: int, frame):
     request is waited for; a second one changes nothing."""
     signal.signal(number, signal.SIG_IGN)
     if number == signal.SIGINT:  # by os.write: it may have come in the middle of a print
-        os.write(1, b"\ninterrupted: ending the ranks and programs, if any\n")
+        with suppress(OSError):  # the same Ctrl-C may have ended who reads it, as tee
+            os.write(1, b"\ninterrupted: ending the ranks and programs, if any\n")
     sys.exit(128 + number)
 
 

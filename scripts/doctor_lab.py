@@ -261,10 +261,10 @@ class Lab(Models):
             what = f"ranks with {config.product} did not {doing} within {spent:.0f} s"
             ready = shown[-1].partition(": ")[2] if shown else ""
             are_there = ready == f"{config.world_size} of {config.world_size} ready"
-            still_import = shown is not None and not are_there
+            still_import = bool(shown) and not are_there  # ranks that run already show nothing
             if still_import:
                 what += f" ({ready or 'none ready'})"
-            if not self.has_hung(spent, RUN_SECONDS, is_slow=not are_there):
+            if not self.has_hung(spent, RUN_SECONDS, is_slow=still_import):
                 raise OutOfTime(f"{what}, when the time was over; raise --minutes or use --only")
             if still_import:
                 what += f"; {SLOW_START}"
