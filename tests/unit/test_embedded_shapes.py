@@ -75,9 +75,9 @@ def test_a_later_stage_joins_shapes(family, monkeypatch):
     entered: list[torch.Tensor] = []
     enter = Stage._enter
 
-    def look(stage, forward, index, call, streams):
+    def look(stage, forward, index, streams):
         entered.append(streams["image"])
-        return enter(stage, forward, index, call, streams)
+        return enter(stage, forward, index, streams)
 
     monkeypatch.setattr(Stage, "_enter", look)
     launches.run(family, replace(ParallelConfig(), pipefusion_degree=2).validate(), 1, Count())
