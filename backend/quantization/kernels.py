@@ -176,7 +176,7 @@ def chunk_bytes(kernel: Kernel | None, tokens: int, rows: int, columns: int, com
     values = tokens * max(rows, columns)
     at_once = _may_fuse() or (_fuses(FUSED[kernel]) and not (kernel is int8 and _keeps_sums()))
     together = _quantized_rows((rows, columns), tokens)
-    of_a_turn = 2 * rows * together if together < tokens else 0  # outputs
+    of_a_turn = 4 * rows * together if together < tokens else 0  # outputs, in float32 at most
     if at_once and not (kernel is int8 and compared):
         copies = 3 if kernel is int8 and columns > ROTATED_IN_ONE_PASS else 1
         return (copies * together * columns + of_a_turn) * (columns > rows)
@@ -230,8 +230,7 @@ def float8(
 
     def product(chunk: slice) -> Tensor:
         inputs = _as_float8(rows[chunk], input_scale, is_scaled=given is not None)
-        scales = {"scale_a": input_scale, "scale_b": scale}
-        return scaled_mm_v2(inputs, values.t(), **scales, bias=inside, out_dtype=x.dtype)
+        return scaled_mm_v2(inputs, values.t(), input_scale, scale, bias=inside, out_dtype=x.dtype)
 
     return _in_chunks(x, len(values), after, _quantized_rows(values.shape, len(rows)), product)
 

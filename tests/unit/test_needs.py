@@ -78,8 +78,8 @@ def test_plans_are_cached_by_checkpoint_and_request(flux, monkeypatch):
 
 
 def test_a_request_is_planned_with_the_products_that_were_chosen(monkeypatch):
-    """Native ones hold no dequantized weight, and what they hold instead, where no kernel of one piece
-    quantizes; ComfyUI would be asked for room that nobody needs, or too little."""
+    """Native ones hold no dequantized weight, but their inputs quantized, and more where no kernel of one
+    piece quantizes; ComfyUI would be asked for room that nobody needs, or too little."""
     quantized = opened(QUANTIZED)
     own = admission(FakeMemory(80 * GB))
     names = [name for name in quantized.parameters if name.endswith("weight")]
@@ -91,10 +91,10 @@ def test_a_request_is_planned_with_the_products_that_were_chosen(monkeypatch):
         return plan.scratch_bytes
 
     monkeypatch.setattr(kernels, "_fuses", lambda name: True)
-    assert scratch(native) == 0 < scratch(None) == scratch({})
+    tokens, widest = SIZE.tokens, 15360
+    assert scratch(native) == tokens * widest < scratch(None) == scratch({})
     monkeypatch.setattr(kernels, "_fuses", lambda name: False)
     monkeypatch.setattr(kernels, "_may_fuse", lambda: False)
-    tokens, widest = SIZE.tokens, 15360
     assert scratch(native) == tokens * widest + kernels.BYTES_PER_FLOAT8_VALUE * kernels.CHUNK
 
 
@@ -106,7 +106,7 @@ def test_auto_counts_what_ranks_hold_that_compare_inputs(monkeypatch):
     native = dict.fromkeys(weights, MatmulChoice(kernels.int8, "asked for"))
     shape = shape_of(quantized, BF16, native)
     request = RequestEstimate(SIZE.image_tokens, SIZE.text_tokens, 20, 1)
-    for ranks, most in ((1, 0), (2, 5 * kernels.COMPARED)):
+    for ranks, most in ((1, SIZE.tokens * 16384), (2, 5 * kernels.COMPARED)):
         config = ParallelConfig(tensor_parallel_degree=ranks)
         counted = {plan.scratch_bytes for plan in describe(config, quantized, SIZE, BF16, native)}
         planned = held(shape, config, request)

@@ -87,7 +87,7 @@ def test_what_gpus_kernels_hold_is_counted(monkeypatch):
         assert kernels.chunk_bytes(kernel, 4608, 12288, 3072) == 0
         assert kernels.chunk_bytes(kernel, 4608, 3072, 12288) == 4608 * 12288
         together = kernels.QUANTIZED // 12288 // 128 * 128
-        assert kernels.chunk_bytes(kernel, 75600, 3072, 12288) == together * (12288 + 2 * 3072)
+        assert kernels.chunk_bytes(kernel, 75600, 3072, 12288) == together * (12288 + 4 * 3072)
     assert kernels.chunk_bytes(kernels.int8, 4608, 6144, 24576) == 3 * 4608 * 24576
     assert kernels.chunk_bytes(kernels.float8, 4608, 6144, 24576) == 4608 * 24576
 

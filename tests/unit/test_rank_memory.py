@@ -103,15 +103,15 @@ def made(weight: PackedWeight) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind, matmul, fuses, has_scratch",
+    "kind, matmul, fuses, held",
     [
-        ("int8_tensorwise", "auto", True, False),
-        ("int8_tensorwise", "auto", False, True),  # multiplied some tokens at a time
-        ("int8_tensorwise", "weight only", True, True),
-        ("nvfp4", "native", True, True),  # of which a CPU has no product
+        ("int8_tensorwise", "auto", True, "inputs"),
+        ("int8_tensorwise", "auto", False, "turns"),  # multiplied some tokens at a time
+        ("int8_tensorwise", "weight only", True, "weight"),
+        ("nvfp4", "native", True, "weight"),  # of which a CPU has no product
     ],
 )
-def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind, matmul, fuses, has_scratch):
+def test_layers_that_multiply_natively_need_no_weight(files, monkeypatch, kind, matmul, fuses, held):
     pytest.importorskip("comfy_kitchen")
     monkeypatch.setattr(kernels, "_fuses", lambda name: fuses)
     monkeypatch.setattr(torch.version, "cuda", None)  # one for CUDA plans for ranks that have GPUs
@@ -121,7 +121,9 @@ def test_layers_that_multiply_natively_need_no_scratch(files, monkeypatch, kind,
     assert {choice.kernel is not None for choice in model.choices.values()} == {matmul != "weight only"}
     (plan,) = describe(ParallelConfig(), open_checkpoint(str(files[kind])), SIZE, model.dtype, model.choices)
     assert plan.weight_bytes == model.report.weight_bytes
-    assert bool(plan.scratch_bytes) == has_scratch
+    matrices = (model.checkpoint.shapes[name] for name in model.choices)
+    inputs = SIZE.tokens * max(columns for rows, columns in matrices if columns > rows)
+    assert plan.scratch_bytes == inputs if held == "inputs" else plan.scratch_bytes > 0
 
 
 def test_what_dequantizing_makes_is_needed_at_every_request(files):
