@@ -10,8 +10,9 @@ from released_sizes import DISTILLED
 from backend.config import ParallelConfig
 
 RANKS = (2, 4, 8, 16)
-#: Of hybrids: two ranks would be one of their methods alone.
+#: Of hybrids: on fewer ranks one of their methods would have a degree of 1.
 HYBRID_RANKS = (4, 8, 16)
+THREE_WAY_RANKS = (8, 16)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,23 @@ METHODS = {
     "pipefusion x ulysses": Method("pipefusion_degree", {"ulysses_degree": 2}, ranks=HYBRID_RANKS),
     "cfg x pipefusion": Method("pipefusion_degree", {"cfg_degree": 2}, ranks=HYBRID_RANKS),
     "data parallel x ulysses": Method("ulysses_degree", {"data_parallel_degree": 2}, ranks=HYBRID_RANKS),
+    "pipefusion x ring": Method("pipefusion_degree", {"ring_degree": 2}, ranks=HYBRID_RANKS),
+    "tensor parallel x ulysses": Method("ulysses_degree", {"tensor_parallel_degree": 2}, ranks=HYBRID_RANKS),
+    "pipefusion x tensor parallel": Method(
+        "pipefusion_degree", {"tensor_parallel_degree": 2}, ranks=HYBRID_RANKS
+    ),
+    "cfg x pipefusion x ulysses": Method(
+        "pipefusion_degree", {"cfg_degree": 2, "ulysses_degree": 2}, ranks=THREE_WAY_RANKS
+    ),
+    "cfg x ulysses x ring": Method(
+        "ulysses_degree", {"cfg_degree": 2, "ring_degree": 2}, ranks=THREE_WAY_RANKS
+    ),
+    "data parallel x pipefusion x ulysses": Method(
+        "pipefusion_degree", {"data_parallel_degree": 2, "ulysses_degree": 2}, ranks=THREE_WAY_RANKS
+    ),
+    "pipefusion x ulysses x ring": Method(
+        "pipefusion_degree", {"ulysses_degree": 2, "ring_degree": 2}, ranks=THREE_WAY_RANKS
+    ),
 }
 #: Those of which scripts/scaling_page.py projects seconds: of hybrids it shows what ``method: auto`` takes.
 PROJECTED = tuple(name for name, method in METHODS.items() if method.ranks == RANKS)

@@ -2,23 +2,26 @@
 
     python benchmarks/fit_activations.py [--write]
 
-Needs scipy. Each row of dry_run.json tells how much one rank held; keys and values, latents and long skips
-are known. The rest is max((replicated + cut / TP + communicated + ring) / SP, outside), whose five numbers
-are fitted for each family: first for the least largest relative error, then for the least mean one. Both are
-linear programs, one for each number of rows of which the layers outside of the blocks hold most. A sixth
-number, "buffered", stands for "communicated" where PipeFusion's buffers take what is sent. It alone is fitted
-to the rows of that hybrid. Prints the numbers and the largest error of both fits; --write stores them in
-backend/rank_plan/activations.json.
+Needs scipy. Each row of dry_run.json tells how much one rank held; keys and values, latents, long skips and
+what a stage receives are known. The rest is max((replicated + cut / TP + communicated + ring) / SP + whole,
+outside), whose six numbers are fitted for each family: first for the least largest relative error, then for
+the least mean one. Both are linear programs, one for each number of rows of which the layers outside of the
+blocks hold most. Two more numbers, "buffered" and "joined", stand for "communicated" and "ring" where
+PipeFusion's buffers take what is sent; each is fitted to the rows of one hybrid alone. Of several lists of
+blocks, these are the numbers of the one that holds most; what is in the first brackets on stages of another
+one, as a share of it, is fitted last. Prints the numbers and the largest error of each fit; --write stores
+them in backend/rank_plan/activations.json.
 """
 
 import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), *(str(ROOT / name) for name in ("scripts", "benchmarks", "tests/support"))]
@@ -28,28 +31,45 @@ from scaling_page import dry_run, model, plans_of
 from scipy.optimize import linprog  # pyright: ignore[reportMissingImports]  # not among what tests need
 
 from backend.config import ParallelConfig
-from backend.rank_plan.activations import latent_bytes, long_skips, width_bytes
+from backend.rank_plan.activations import BLOCKS, carried_streams, latent_bytes, width_bytes
 from backend.rank_plan.workload import Workload
 
 STORED = ROOT / "backend/rank_plan/activations.json"
-NUMBERS = ("replicated", "cut", "communicated", "ring", "outside")
-#: The sixth number, the hybrid to which it is fitted, and what is tried for it.
+NUMBERS = ("replicated", "cut", "communicated", "ring", "whole", "outside")
+#: Two more numbers, the hybrid to which each is fitted, and what is tried for them.
 BUFFERED, HYBRID = "buffered", "pipefusion x ulysses"
-TRIED = np.arange(0, 2000) / 100
+JOINED, OF_A_RING = "joined", "pipefusion x ring"
+TRIED = [number / 100 for number in range(2000)]
+#: What is tried for the share of a list of blocks.
+SHARES = TRIED[1:101]
 #: Digits that are stored, and how much larger than the least the largest error may be for the mean's sake.
 DIGITS, SLACK = 2, 1.001
 
 
 @dataclass(frozen=True)
 class Row:
-    """A dry run in tokens of the model's width. inside: factors of the first four NUMBERS; skips: long skips
-    on this rank; latents: those and rotary tables; held: all but weights, keys and values."""
+    """A dry run in tokens of the model's width. blocks: the lists of this rank's blocks; inside: factors of
+    all NUMBERS but the last; carried: long skips on this rank and what it receives; latents: those and rotary
+    tables; held: all but weights, keys and values."""
 
     family: str
+    blocks: frozenset[str]
     inside: tuple[float, ...]
-    skips: float
+    carried: float
     latents: float
     held: float
+
+    def found(self, numbers: dict[str, float], sent: float, share: float = 1.0) -> float:
+        """Return what is estimated with ``numbers``, ``sent`` in place of "communicated", and a share of what
+        is inside blocks."""
+        replicated, cut, communicated, ring, whole = self.inside
+        known = replicated * numbers["replicated"] + cut * numbers["cut"] + ring * numbers["ring"]
+        inside = (known + communicated * sent) * share + self.carried + whole * numbers["whole"]
+        return max(inside, numbers["outside"]) + self.latents
+
+    def error(self, numbers: dict[str, float], sent: float, share: float = 1.0) -> float:
+        """Return the relative error of ``found``."""
+        return abs(self.found(numbers, sent, share) / self.held - 1)
 
 
 def rows(*methods: str) -> Iterator[Row]:
@@ -77,10 +97,12 @@ def row_of(golden: str, method: str, ranks: int, rank: int, counted: dict) -> Ro
     config = dry_run.METHODS[method].config(ranks)
     sp = config.sp_degree
     tp = config.tensor_parallel_degree
-    inside = (1 / sp, 1 / tp / sp, (sp > 1) / sp, (config.ring_degree > 1) / sp)
+    inside = (1 / sp, 1 / tp / sp, (sp > 1) / sp, (config.ring_degree > 1) / sp, 1.0)
     held = counted["peak"] - max(plan.kv_bytes, counted["kv"])
-    skips = long_skips(checkpoint, range(*plan.blocks)) / sp
-    return Row(checkpoint.family.name, inside, skips, latent_bytes(work) / unit, held / unit)
+    blocks = range(*plan.blocks)
+    lists = frozenset(checkpoint.block_names[index].rpartition(".")[0] for index in blocks)
+    carried = carried_streams(checkpoint, blocks) / sp
+    return Row(checkpoint.family.name, lists, inside, carried, latent_bytes(work) / unit, held / unit)
 
 
 def fitted(rows: list[Row]) -> tuple[dict[str, float], float]:
@@ -93,19 +115,44 @@ def fitted(rows: list[Row]) -> tuple[dict[str, float], float]:
     return {name: round(max(0.0, float(each)), DIGITS) for name, each in zip(NUMBERS, numbers)}, error
 
 
+def least(tried: list[float], errors: Callable[[float], list[float]]) -> tuple[float, float]:
+    """Return the number of those ``tried`` that has the least largest error, of equal ones the least mean
+    one; and the largest error."""
+    largest, _, best = min(
+        (round(max(found), 4), sum(found), each) for each in tried if (found := errors(each))
+    )
+    return best, largest
+
+
 def buffered(numbers: dict[str, float], rows: list[Row]) -> tuple[float, float]:
-    """Fit what rows of HYBRID hold in place of "communicated", with the other numbers as they are: for the
-    least largest relative error, then for the least mean one. Return it, and the largest error."""
-    errors = []
-    for row in rows:
-        replicated, cut, sent, _ = row.inside
-        known = replicated * numbers["replicated"] + cut * numbers["cut"] + row.skips
-        found = np.maximum(known + sent * TRIED, numbers["outside"]) + row.latents
-        errors.append(abs(found / row.held - 1))
-    largest = np.max(errors, axis=0)
-    mean = np.mean(errors, axis=0)
-    best = min(range(len(TRIED)), key=lambda index: (round(largest[index], 4), mean[index]))
-    return float(TRIED[best]), float(largest[best])
+    """Fit what ``rows`` hold in place of "communicated", with the other numbers as they are. Return it, and
+    the largest error."""
+    return least(TRIED, lambda sent: [row.error(numbers, sent) for row in rows])
+
+
+def joined(numbers: dict[str, float], rows: list[Row]) -> tuple[float, float]:
+    """Fit what ``rows`` of pipelines of rings hold in place of "ring". Return it, and the largest error."""
+    degree = dry_run.METHODS[OF_A_RING].fixed["ring_degree"]
+    sent = numbers[BUFFERED]
+    return least(TRIED, lambda each: [row.error(numbers | {"ring": degree * each}, sent) for row in rows])
+
+
+def largest_list(rows: list[Row]) -> str:
+    """Return the list of which a block holds most, by the stages with blocks of one list."""
+    of_one = (row for row in rows if len(row.blocks) == 1)
+    return only_list(max(of_one, key=lambda row: row.held - row.carried))
+
+
+def only_list(row: Row) -> str:
+    """Return the list of a stage with blocks of one alone."""
+    [name] = row.blocks
+    return name
+
+
+def share_of_list(numbers: dict[str, float], rows: list[Row]) -> tuple[float, float]:
+    """Fit the share of what is inside blocks that stages of one list hold, with the numbers as they are.
+    Return it, and the largest error."""
+    return least(SHARES, lambda share: [row.error(numbers, numbers[BUFFERED], share) for row in rows])
 
 
 def program(rows: list[Row], outside: int, most: float | None = None) -> tuple[list[float], float, int]:
@@ -125,10 +172,10 @@ def program(rows: list[Row], outside: int, most: float | None = None) -> tuple[l
         own[len(NUMBERS) + (index if most is not None else 0)] = -row.held
         left.append(own)
         is_inside = factors[-1] == 0
-        right.append(sign * (row.held - row.latents - (row.skips if is_inside else 0)))
+        right.append(sign * (row.held - row.latents - (row.carried if is_inside else 0)))
 
     for index, row in enumerate(rows):
-        inside, around = (*row.inside, 0.0), (0.0, 0.0, 0.0, 0.0, 1.0)
+        inside, around = (*row.inside, 0.0), (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
         at_most(inside, sign=1, index=index)
         at_most(around, sign=1, index=index)
         at_most(around if index < outside else inside, sign=-1, index=index)
@@ -140,12 +187,31 @@ def program(rows: list[Row], outside: int, most: float | None = None) -> tuple[l
     return list(solved.x[: len(NUMBERS)]), solved.fun, outside
 
 
-def by_family(rows: Iterator[Row]) -> dict[str, list[Row]]:
-    """Collect the rows of each family."""
-    families: defaultdict[str, list[Row]] = defaultdict(list)
+def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Collect the rows of each ``key``."""
+    found: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        families[row.family].append(row)
-    return families
+        found[key(row)].append(row)
+    return found
+
+
+def of_family(rows: list[Row], hybrids: list[Row], rings: list[Row]) -> dict[str, Any]:
+    """Fit all that is stored of a family, and print it with the largest errors."""
+    largest = largest_list(rows)
+    numbers, error = fitted([row for row in rows if largest in row.blocks])
+    numbers[BUFFERED], of_hybrid = buffered(numbers, [row for row in hybrids if largest in row.blocks])
+    numbers[JOINED], of_rings = joined(numbers, [row for row in rings if largest in row.blocks])
+    errors = [error, of_hybrid, of_rings]
+    shares = {}
+    others = [row for row in (*rows, *hybrids) if largest not in row.blocks]
+    for name, own in grouped(others, only_list).items():
+        shares[name], error = share_of_list(numbers, own)
+        errors.append(error)
+    found: dict[str, Any] = numbers | ({BLOCKS: shares} if shares else {})
+    print(
+        f"{rows[0].family}: {found}, largest errors {', '.join(f'{each:.1%}' for each in errors)}", flush=True
+    )
+    return found
 
 
 def main():
@@ -154,15 +220,11 @@ def main():
     )
     parser.add_argument("--write", action="store_true", help=f"store the numbers in {STORED.name}")
     chosen = parser.parse_args()
-    families = by_family(rows(*alone()))
-    hybrids = by_family(rows(HYBRID))
-    numbers = {}
-    for family in sorted(families):
-        numbers[family], error = fitted(families[family])
-        numbers[family][BUFFERED], other = buffered(numbers[family], hybrids[family])
-        print(f"{family}: {numbers[family]}, largest errors {error:.1%} and {other:.1%}", flush=True)
+    families = grouped(rows(*alone()), attrgetter("family"))
+    hybrids, rings = (grouped(rows(name), attrgetter("family")) for name in (HYBRID, OF_A_RING))
+    stored = {name: of_family(families[name], hybrids[name], rings[name]) for name in sorted(families)}
     if chosen.write:
-        lines = (f"{json.dumps(family)}: {json.dumps(each)}" for family, each in numbers.items())
+        lines = (f"{json.dumps(family)}: {json.dumps(each)}" for family, each in stored.items())
         STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -303,14 +303,22 @@ def dry_cell(family: str, method: str) -> str:
     return f"{', '.join(ranges)} ({len(ratios)})"
 
 
-def dry_row(family: str) -> tuple[str, ...]:
-    """Return the line of a model."""
-    return (family, *(dry_cell(family, method) for method in dry_run.METHODS))
+def dry_row(family: str, methods: list[str]) -> tuple[str, ...]:
+    """Return the line of a model in the table of some methods."""
+    return (family, *(dry_cell(family, method) for method in methods))
 
 
-def dry_table() -> str:
-    """Write the dry runs of all models."""
-    return markdown(("model", *dry_run.METHODS), [dry_row(family) for family in RELEASED])
+def dry_tables() -> dict[int, list[str]]:
+    """Return the methods of each table: fewest ranks of which there are dry runs -> methods."""
+    found: dict[int, list[str]] = {}
+    for name, method in dry_run.METHODS.items():
+        found.setdefault(min(method.ranks), []).append(name)
+    return found
+
+
+def dry_table(methods: list[str]) -> str:
+    """Write the dry runs of all models under some methods."""
+    return markdown(("model", *methods), [dry_row(family, methods) for family in RELEASED])
 
 
 def tables() -> str:
@@ -320,7 +328,8 @@ def tables() -> str:
         parts += [f"## Projected seconds a step: {name}\n", projected_table(name)]
     for method in dry_run.METHODS:
         parts += [f"## Counted: {method}\n", counted_table(method)]
-    parts += ["## Counted and dry run\n", dry_table()]
+    for ranks, methods in dry_tables().items():
+        parts += [f"## Counted and dry run: from {ranks} ranks on\n", dry_table(methods)]
     return "\n".join(parts)
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from ..runtime.whole_files import replace_file
 
 #: Changes where what is written has another meaning.
-VERSION = 25
+VERSION = 26
 #: Name below the temporary folder; the user's number follows.
 FALLBACK = "pdit-cache-"
 

@@ -169,11 +169,13 @@ def _gathered(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate)
 
 def _activations(shape: ModelShape, plan: ParallelConfig, request: RequestEstimate, share: RankShare) -> int:
     own = _own_blocks(shape, plan, share)
-    skips = max((shape.blocks[index - 1].skips for index in own if index), default=0)
-    skipped = skips * shape.width * shape.itemsize
+    streams = max((shape.blocks[index - 1].skips for index in own if index), default=0)
+    streams += own.start > 0  # a stage holds what it received
+    carried = streams * shape.width * shape.itemsize
+    largest = max((shape.blocks[index].activations for index in own), default=1.0)
     tokens = request.image_tokens + request.text_tokens
     activations = shape.activations.with_text(request.text_tokens / tokens)
-    token = activations.on_rank(plan, skipped, share.tokens, share.matrices)
+    token = activations.on_rank(plan, carried, share.tokens, share.matrices, largest)
     held = activations.of_samples(plan, _samples_together(plan, request, share), token)
     return math.ceil(tokens * held)
 

@@ -53,6 +53,8 @@ class BlockShape:
     skips: int = 0
     #: Features of a prompt's keys that cross-attention caches for a request; values have as many.
     prompt_keys: int = 0
+    #: Activations inside it, as a share of those inside the block that has most.
+    activations: float = 1.0
 
     def sent(self, width: int) -> tuple[int, int]:
         """Return the features of queries and of keys that travel, in a model of that ``width``."""
@@ -76,9 +78,11 @@ class Activations:
     """Bytes of activations for each token of image and text, of one prompt and sample.
 
     replicated, cut: inside a block, the latter divided by tensor parallelism. communicated: also inside,
-    where sequence parallelism sends tokens around attention; ring: where keys and values go around. outside:
-    of the model's own first and last layers; latents: through both.
-    buffered: what is there instead of communicated where keys and values come into PipeFusion's buffers.
+    where sequence parallelism sends tokens around attention; ring: where keys and values go around; both of
+    the heads of a rank. whole: next to them, not divided by sequence parallelism. outside: of the model's own
+    first and last layers; latents: through both.
+    buffered, joined: what is there instead of communicated and ring where keys and values come into
+    PipeFusion's buffers; joined are those of all ranks of a ring.
     text_lacks: of latents, what a token of text has none of.
     """
 
@@ -90,21 +94,33 @@ class Activations:
     latents: float = 0.0
     buffered: float = 0.0
     text_lacks: float = 0.0
+    whole: float = 0.0
+    joined: float = 0.0
 
     def with_text(self, share: float) -> "Activations":
         """Return those of a request of whose tokens this ``share`` is text."""
         return replace(self, latents=self.latents - share * self.text_lacks, text_lacks=0.0)
 
     def on_rank(
-        self, plan: ParallelConfig, skipped: float = 0.0, tokens: float = 1.0, matrices: float = 1.0
+        self,
+        plan: ParallelConfig,
+        carried: float = 0.0,
+        tokens: float = 1.0,
+        matrices: float = 1.0,
+        blocks: float = 1.0,
     ) -> float:
-        """Return what a rank holds for each token of the whole sequence. skipped: bytes of long skips;
-        tokens, matrices: multiples of an even part."""
-        inside = self.replicated + self.cut / plan.tensor_parallel_degree * matrices + skipped
+        """Return what a rank holds for each token of the whole sequence. carried: bytes of long skips and of
+        what came from the stage before; tokens, matrices: multiples of an even part; blocks: the share of its
+        largest block (BlockShape.activations)."""
+        is_stale = plan.has_stale_kv
+        of_matrices = self.cut
         if plan.sp_degree > 1:
-            inside += self.buffered if plan.has_stale_kv else self.communicated
-        inside += self.ring if plan.ring_degree > 1 else 0.0
-        return max(inside / plan.sp_degree * tokens, self.outside) + self.latents
+            of_matrices += self.buffered if is_stale else self.communicated
+        if plan.ring_degree > 1:
+            of_matrices += self.joined * plan.ring_degree if is_stale else self.ring
+        inside = self.replicated + of_matrices / plan.tensor_parallel_degree * matrices
+        held = inside * blocks + carried
+        return max(held / plan.sp_degree * tokens + self.whole, self.outside) + self.latents
 
     def of_samples(self, plan: ParallelConfig, samples: int, token: float) -> float:
         """Return what a rank holds for each token (or for all) of several samples, of which one takes

@@ -1,12 +1,13 @@
 """An estimate of the activations of a rank.
 
 It is the most of two moments. Inside a block: the streams, and what attention or the MLP makes of this rank's
-tokens. Outside of the blocks: a few tensors of the model's own first and last layers. Latents and rotary
-tables live through both. PipeFusion's first steps compute all patches at once. Attention is taken to keep no
-scores. Cached keys, values and modulation are counted in workload.py.
+tokens. A stage has some kinds of blocks alone, and holds what it received. Outside of the blocks: a few
+tensors of the model's own first and last layers. Latents and rotary tables live through both. PipeFusion's
+first steps compute all patches at once. Attention is taken to keep no scores. Cached keys, values and
+modulation are counted in workload.py.
 
 Of known families activations.json has what a token takes in both, as multiples of its width, fitted to dry
-runs of released models (benchmarks/fit_activations.py): within 22 % of each. Of other classes the widths of
+runs of released models (benchmarks/fit_activations.py). Of other classes the widths of
 the layers are counted; against what 23 tiny families allocate that is between 0.75 and 1.45 times as much
 (the counts below were chosen for that).
 """
@@ -16,6 +17,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..loading.checkpoint import Checkpoint
 from ..parallel.block_cost import QUERY_LAYERS, Latents, is_attention, layer_tokens, query_width
@@ -25,8 +27,10 @@ from ..planner.model_shape import Activations
 from ..shares import relative_shares
 from .workload import MeshPlace, Workload
 
-#: Family -> the fields of Activations but latents and text_lacks, in tokens of its width.
-FITTED: dict[str, dict[str, float]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+#: Family -> the fields of Activations but latents and text_lacks, in tokens of its width; under BLOCKS each
+#: list of blocks with less inside (BlockShape.activations).
+FITTED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+BLOCKS = "blocks"
 FIRST: MeshPlace = {"dp": 0, "cfg": 0, "pp": 0, "ring": 0, "ulysses": 0, "tp": 0}
 
 #: Tensors of the width of a stream that live inside a block next to those of its layers: the stream itself,
@@ -54,8 +58,10 @@ def activation_bytes(work: Workload, place: MeshPlace) -> int:
     # multiples of an even share
     token_share = relative_shares(config.sp_degree, config.shares_of("ring", "ulysses"))[work.sp_rank(place)]
     matrix_share = relative_shares(config.tensor_parallel_degree, config.shares_of("tp"))[place["tp"]]
-    skipped = long_skips(work.checkpoint, work.blocks(place)) * width_bytes(work, 0)
-    one_sample = fitted.on_rank(config, skipped, tokens=token_share, matrices=matrix_share)
+    blocks = work.blocks(place)
+    carried = carried_streams(work.checkpoint, blocks) * width_bytes(work, work.request.controls)
+    largest = max((block_share(work.checkpoint, index) for index in blocks), default=1.0)
+    one_sample = fitted.on_rank(config, carried, token_share, matrix_share, largest)
     per_token = fitted.of_samples(config, work.batch, one_sample)
     return math.ceil(work.request.tokens * per_token)
 
@@ -87,11 +93,18 @@ def _fitted(work: Workload) -> Activations | None:
     if work.family.name not in FITTED:
         return None
     unit = width_bytes(work, 1)
-    numbers = {name: number * unit for name, number in FITTED[work.family.name].items()}
+    stored = FITTED[work.family.name]
+    numbers = {name: number * unit for name, number in stored.items() if name != BLOCKS}
     controls = CONTROLS * (width_bytes(work, work.request.controls) - unit)
     numbers["replicated"] += controls
     numbers["outside"] += controls
     return Activations(**numbers, latents=latent_bytes(work) / max(1, work.request.tokens))
+
+
+def block_share(checkpoint: Checkpoint, index: int) -> float:
+    """Return the activations inside a block, as a share of those inside the block that has most."""
+    blocks = FITTED.get(checkpoint.family.name, {}).get(BLOCKS, {})
+    return blocks.get(checkpoint.block_names[index].rpartition(".")[0], 1.0)
 
 
 def width_bytes(work: Workload, controls: int) -> int:
@@ -125,12 +138,18 @@ def _by_layers(work: Workload, place: MeshPlace) -> int:
     kinds = {(name.rpartition(".")[0], sizes[name]): name for name in names}  # of blocks that are alike
     inside = [_live(work, name, place, own.stream, text, nested) for name in kinds.values()]
     within = max(inside, default=0) + (STREAMS * stream + controls) * (own.stream + text)
-    within += long_skips(work.checkpoint, work.blocks(place)) * stream * own.stream
+    within += carried_streams(work.checkpoint, work.blocks(place)) * stream * own.stream
     tokens = sequence.joint if position else work.request.image_tokens + text
     outside = (STREAMS_OUTSIDE * stream + controls) * tokens
     latents = latent_bytes(work)
     one = max(within, outside) + latents  # of all tokens here, not of each
     return math.ceil(Activations(latents=latents).of_samples(work.config, work.batch, one))
+
+
+def carried_streams(checkpoint: Checkpoint, blocks: range) -> int:
+    """Count the streams that live on a stage besides what its blocks make: of long skips, and the one that it
+    received from the stage before."""
+    return long_skips(checkpoint, blocks) + (blocks.start > 0)
 
 
 def long_skips(checkpoint: Checkpoint, blocks: range) -> int:

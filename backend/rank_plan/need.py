@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..planner.memory import LIKELY_ACTIVATIONS
 from .describe import RankPlan
 
-#: Released models hold between 0.82 and 1.28 of the estimate of activations in dry runs, tiny ones between
+#: Released models hold between 0.77 and 1.22 of the estimate of activations in dry runs, tiny ones between
 #: 1/1.45 and 1/0.75, and from 1/1.65 on with control videos in float32 (tests/unit/test_rank_memory.py). GPUs
 #: were not measured: the least is half, the likely most is the larger end of the tiny ones
 #: (LIKELY_ACTIVATIONS).

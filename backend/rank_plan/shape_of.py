@@ -22,7 +22,7 @@ from ..quantization.kernels import MatmulChoice
 from ..quantization.matmul import NATIVE_FORMATS, RULES
 from ..runtime.opaque_ops import compiles_on_gpus
 from ..runtime.torch_version import unshardable
-from .activations import FIRST, activations_of
+from .activations import FIRST, activations_of, block_share
 from .modulation import shared_embeddings
 from .request_size import RequestSize
 from .weights import HeldParameter, held_parameters, planned_scratch_bytes
@@ -205,6 +205,7 @@ class _Measured:
             keys=self._features(index, "keys"),
             skips=len(self._structure.crossing(index + 1)),
             prompt_keys=self._prompt_keys(index),
+            activations=block_share(checkpoint, index),
         )
 
     @cached_property

@@ -28,9 +28,15 @@ MORE = {
     # the layers that make modulation: on every stage, once an evaluation
     "chroma/pipefusion/16/0": 1.06,
     "chroma/pipefusion x ulysses/16/1": 1.07,
+    "chroma/pipefusion x ring/16/1": 1.07,
+    "chroma/pipefusion x tensor parallel/16/1": 1.07,
+    "chroma/pipefusion x ulysses x ring/16/3": 1.07,
 }
-#: Largest relative error of the estimate of activations.
-ACTIVATIONS = 0.22
+#: Largest relative error of the estimate of activations: of methods alone, to most of which it is fitted, and
+#: of hybrids.
+ACTIVATIONS, OF_HYBRIDS = 0.15, 0.19
+#: Families whose hybrids are further from it.
+FURTHER = {"kandinsky5": 0.27, "kandinsky5-image": 0.23, "hunyuan-dit": 0.30}
 #: Cheap ones of the fast tier.
 SMALL = ("flux-dev", "sana")
 RUNS = dry_run.stored()
@@ -77,7 +83,8 @@ def test_lines_of_a_family_are_in_the_page(family):
         assert f"| {' | '.join(scaling_page.projected_row(family, name))} |\n" in PAGE
     for method in dry_run.METHODS:
         assert f"| {' | '.join(scaling_page.counted_row(family, method))} |\n" in PAGE
-    assert f"| {' | '.join(scaling_page.dry_row(family))} |\n" in PAGE
+    for methods in scaling_page.dry_tables().values():
+        assert f"| {' | '.join(scaling_page.dry_row(family, methods))} |\n" in PAGE
 
 
 def test_the_page_calls_its_numbers_projected():
@@ -114,7 +121,8 @@ def check(name: str):
         assert SENT[0] * sent[mechanism] <= size <= SENT[1] * sent[mechanism], mechanism
     assert KV[0] * plan.kv_bytes <= counted["kv"] <= KV[1] * plan.kv_bytes
     activations = counted["peak"] - max(counted["kv"], plan.kv_bytes)
-    assert abs(plan.activation_bytes / activations - 1) <= ACTIVATIONS
+    largest = FURTHER.get(family, OF_HYBRIDS) if dry_run.METHODS[method].fixed else ACTIVATIONS
+    assert abs(plan.activation_bytes / activations - 1) <= largest
     planned = held_by_rank(model(family).shape, config, model(family).request)[rank]
     assert planned.activations == pytest.approx(plan.activation_bytes, rel=0.02)
     most = MORE.get(name, MORE.get(family, MACS[1]))
