@@ -12,6 +12,7 @@ from ranks_in_numbers import CONFIG, backend, run  # noqa: F401  # fixtures
 
 with comfy_modules():
     import comfy.model_management as management
+    from comfy_execution.utils import CurrentNodeContext
     from parallel_dit.backend.client import interrupts, pool
     from parallel_dit.backend.client.auto.model_choice import ModelChoice
     from parallel_dit.backend.config import ParallelConfig
@@ -148,6 +149,22 @@ def test_freeing_weights_frees_the_host_memory_of_parked_ones(backend):
     assert models_on_ranks.free_weights() == 0
     handle.ensure_loaded(first)
     assert backend.client.held == ["/a"] and models_on_ranks.free_weights() == 1 and not backend.client.held
+
+
+def test_weights_of_a_step_that_was_left_stay_at_the_end_of_its_graph(backend, monkeypatch):
+    """Under --disable-smart-memory ComfyUI takes all models then: Cancel would wait for the step. A node that
+    wants their memory waits."""
+    backend.client.welcome = Welcome(1, "cpu", {}, [], [device_name(torch.device("cpu"))])
+    run("/a")
+    (entry,) = models_on_ranks.entries_to_keep(backend, handle.load(CONFIG, handle.ModelChoice("/a")).choice)
+    waits = []
+    monkeypatch.setattr(type(backend), "is_left", True)
+    monkeypatch.setattr(models_on_ranks, "wait_for_left", waits.append)
+    entry.model.detach()
+    assert entry.model.held and not waits
+    with CurrentNodeContext("p", "7"):
+        entry.model.detach()
+    assert not entry.model.held and waits == [backend]
 
 
 def test_freeing_weights_has_a_deadline(backend, monkeypatch):

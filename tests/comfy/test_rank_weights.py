@@ -131,6 +131,18 @@ def test_a_full_device_leaves_the_weights_that_are_elsewhere(free):
     assert not ranks.freed
 
 
+def test_a_node_that_wants_memory_waits_for_a_step_that_was_left(free):
+    """Before anything is loaded into what is free: that step may yet take it. Nobody else waits."""
+    ranks, waits = OnRanks(free), []
+    for entry in ranks.entries:
+        entry.settle = lambda device=entry.load_device: waits.append(device)
+    management.free_memory(1 * GB, FIRST)
+    assert not waits
+    with CurrentNodeContext("p", "7"):
+        management.free_memory(1 * GB, FIRST)
+    assert waits == [FIRST] and not ranks.freed
+
+
 @pytest.fixture
 def left(monkeypatch):
     """What auto is told: (GPU, bytes of weights that could have stayed)."""
