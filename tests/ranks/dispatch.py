@@ -116,7 +116,7 @@ def parks(control: ControlChannel) -> list[list]:
     def park(model, ranks):
         model.parked_on |= ranks
 
-    def prepare():
+    def prepare(message, inputs):
         model.parked_on = frozenset()
         return Prepared(cast(Any, model), cast(Any, None))
 

@@ -26,6 +26,7 @@ CONFIG = ParallelConfig(ulysses_degree=2, device="cpu")
 def backend(tmp_path, monkeypatch):
     (tmp_path / "comfy_kitchen.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)  # ranks import it at its first use
+    pool.close_all()  # ranks of a module before, which have not that path
     yield pool.backend_for(CONFIG)
     pool.close_all()
 

@@ -322,25 +322,27 @@ def test_modulation_of_a_mask_is_cached_once_a_level(name, tmp_path, monkeypatch
     """LTX-2's rows are given the number of their noise level (8 bytes), and each level's modulation is there
     once; the latent is that of every row with its own.
     """
-    engine, sample, given = Engine(ParallelConfig(), mesh.single()), request(name), []
+    engine, sample, given, held = Engine(ParallelConfig(), mesh.single()), request(name), [], []
     sample.tensors["sigmas"] = sample.tensors["sigmas"][:3]
     engine.load("tiny", str(write(tmp_path / f"{name}.safetensors", name)), "default")
-    transformer, names = (
-        engine.models["tiny"].transformer,
-        ("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift"),
-    )
-    transformer.transformer_blocks[0].register_forward_pre_hook(
-        lambda block, args, kwargs: given.append([kwargs[name] for name in names]), with_kwargs=True
-    )
+    transformer = engine.models["tiny"].transformer
+    names = ("temb", "temb_audio", "temb_ca_scale_shift", "temb_ca_audio_scale_shift")
+
+    def look(block, args, kwargs):
+        given.append([kwargs[name] for name in names])
+        held.append([embed.modulation for embed in block.levels])
+
+    transformer.transformer_blocks[0].register_forward_pre_hook(look, with_kwargs=True)
     latent = engine.sample(sample, Callbacks())[0]
-    levels, rows = transformer.transformer_blocks[0].levels, [tensor.shape[1] for tensor in given[0]]
+    assert not any(embed.modulation is not None for embed in transformer.transformer_blocks[0].levels)
+    levels, rows = held[0], [tensor.shape[1] for tensor in given[0]]
     grid = engine.models["tiny"].family.latent.grid(
         engine.models["tiny"].checkpoint.config, sample.tensors["noise"].shape[1:], sample.latent_shapes
     )
     assert rows == [part.tokens for part in grid.grids] * 2 and [
-        len(embed.modulation) for embed in levels
+        len(modulation) for modulation in levels
     ] == [2, 3, 2, 3]
-    cached = sum(tensor.nbytes for tensor in given[0]) + sum(embed.modulation.nbytes for embed in levels)
+    cached = sum(tensor.nbytes for tensor in (*given[0], *levels))
     monkeypatch.setattr(ltx2_blocks.Levels, "forward", LTX2AdaLayerNormSingle.forward)
     each = engine.sample(sample, Callbacks())[0]
     assert_ulps(each, latent, len(transformer.transformer_blocks) * (len(sample.tensors["sigmas"]) - 1))
