@@ -147,15 +147,11 @@ def _by_layers(work: Workload, place: MeshPlace) -> int:
 
 
 def carried_streams(checkpoint: Checkpoint, blocks: range) -> int:
-    """Count the streams that live on a stage besides what its blocks make: of long skips, and the one that it
-    received from the stage before."""
-    return long_skips(checkpoint, blocks) + (blocks.start > 0)
-
-
-def long_skips(checkpoint: Checkpoint, blocks: range) -> int:
-    """Count the blocks whose image tokens wait at once for long skips to later ones."""
+    """Count the streams that live on a stage besides what its blocks make: those that wait at once for long
+    skips to later blocks, and the one that it received from the stage before."""
     structure = BlockStructure.of(checkpoint.transformer, checkpoint.family)
-    return max((len(structure.crossing(index)) for index in blocks), default=0)
+    waiting = max((len(structure.crossing(index)) for index in blocks), default=0)
+    return waiting + (blocks.start > 0)
 
 
 def _live(work: Workload, name: str, place: MeshPlace, image: int, text: int, latents: Latents) -> int:
